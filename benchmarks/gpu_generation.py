@@ -6,9 +6,8 @@
 
 Models of Qwen 2's architecture with random weights in bfloat16; prompts of 512 tokens, all different, 512
 new tokens each, sampled at temperature 1 without an end token. `eager` is the native engine without CUDA
-graphs, `compiled` the one with graphs of a step that torch has compiled (`rollout.enable_torch_compile`).
-The sides run one after the other, because the caches of two do not fit beside each other; each once to warm
-up.
+graphs. The sides run one after the other, because the caches of two do not fit beside each other; each once
+to warm up.
 
 The roofline of decoding: a step reads all weights that it multiplies with and the keys and values of all
 rows. These bytes over the bandwidth that a copy reaches on this device are the least time of decoding; it is
@@ -34,8 +33,8 @@ from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.native.engine import NativeEngine
 
-SIDES = ("native", "compiled", "eager", "generate", "batch")
-OURS = ("native", "compiled", "eager")
+SIDES = ("native", "eager", "generate", "batch")
+OURS = ("native", "eager")
 HEAD = (
     "model",
     "rows",
@@ -63,10 +62,10 @@ class Bench:
         """Others each time, so that nothing is at hand from before."""
         return [[self.draw.randrange(3, self.vocabulary) for _ in range(self.prompt)] for _ in range(rows)]
 
-    def native(self, rows: int, new: int, *, eager: bool = False, compiled: bool = False) -> None:
+    def native(self, rows: int, new: int, *, eager: bool = False) -> None:
         """Our engine."""
         use_attention(self.hf)
-        name = f"{rows} {eager} {compiled}"
+        name = f"{rows} {eager}"
         if name not in self.engines:
             self.drop_engines()
             settings: dict[str, Any] = {
@@ -74,7 +73,6 @@ class Bench:
                 "max_num_batched_tokens": 16_384,
                 "gpu_memory_utilization": 0.8,
                 "enforce_eager": eager,
-                "enable_torch_compile": compiled,
             }
             self.engines[name] = NativeEngine(self.policy, eos_token_ids=[], **settings)
         sampling = SamplingParams(max_tokens=new)
@@ -130,7 +128,6 @@ def measure(
     """All sides, and our prefill alone."""
     ways: dict[str, Callable[[int, int], None]] = {
         "native": bench.native,
-        "compiled": partial(bench.native, compiled=True),
         "eager": partial(bench.native, eager=True),
         "generate": bench.generate,
         "batch": bench.batch,
@@ -217,13 +214,11 @@ def main() -> None:
     parser.add_argument(
         "--sides",
         type=lambda text: text.split(","),
-        help=f"of {', '.join(SIDES)}; left out: all, in a dry run not batch and compiled",
+        help=f"of {', '.join(SIDES)}; left out: all, in a dry run not batch",
     )
     options = parser.parse_args()
     device = gpu.device_of(options)
-    options.sides = options.sides or [
-        side for side in SIDES if side not in ("batch", "compiled") or not options.tiny
-    ]
+    options.sides = options.sides or [side for side in SIDES if side != "batch" or not options.tiny]
     prompt = 512
     new = 512
     if options.tiny:

@@ -95,12 +95,12 @@ rounded weights have `{corrected}`; the last line never corrects.
 
 def engines(policy: PolicyModel) -> dict[str, NativeEngine]:
     """An engine of each kind on one policy, rounded, with the CPU seconds and bytes of that in `rounded`."""
-    from hybridflow.models.rounded_twin import RoundedTwin
+    from hybridflow.models.quantized_copy import QuantizedCopy
     from hybridflow.rollout.native.engine import NativeEngine
 
     made = {WHOLE: NativeEngine(policy, eos_token_ids=[])}
     for kind in KINDS:
-        made[kind] = NativeEngine(policy, eos_token_ids=[], rounded=RoundedTwin(policy, kind))
+        made[kind] = NativeEngine(policy, eos_token_ids=[], quantized=QuantizedCopy(policy, kind))
     return made
 
 
@@ -112,15 +112,15 @@ def speed(made: Mapping[str, NativeEngine]) -> dict[str, Any]:
     rounding: dict[str, float] = {}
     sizes: dict[str, int] = {}
     for kind in KINDS:
-        twin = made[kind].rounded
-        assert twin is not None
-        twin.take()
+        quantized = made[kind].quantized
+        assert quantized is not None
+        quantized.refresh()
         began = time.process_time()
-        twin.take()
+        quantized.refresh()
         rounding[kind] = time.process_time() - began
-        sizes[kind] = twin.nbytes
+        sizes[kind] = quantized.nbytes
         sizes[f"{kind}, whole"] = sum(
-            weight.nbytes for name, weight in twin.whole.named_parameters() if name in twin.rounded_names
+            weight.nbytes for name, weight in quantized.whole.named_parameters() if name in quantized.names
         )
     seconds: dict[str, dict[str, list[float]]] = {}
     for rows in ROWS:

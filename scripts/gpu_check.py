@@ -197,7 +197,7 @@ def check_stages(options: argparse.Namespace, python: str, work: Path, facts: di
     """Return the stages of the check, the most telling first: the last ones are cut where time runs out."""
     device = "cuda" if facts["environment"]["torch"].get("available") else "cpu"
     make = StageMaker(python, work, device, quick=options.quick)
-    sides = ("--sides", "native,compiled,generate", "--rounds", "2")
+    sides = ("--sides", "native,generate", "--rounds", "2")
     stages = [
         make.tests("tests", "all tests marked gpu", "tests/gpu", 240, "-m", "gpu"),
         make.benchmark(

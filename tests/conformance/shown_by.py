@@ -52,7 +52,7 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "tensor_parallel": f"{_WORKERS}::test_replicas_of_a_sharded_actor_generate_what_one_process_does",
         "lora": f"{_WORKERS}::test_replicas_of_a_sharded_actor_generate_what_one_process_does",
         "routes": "unit/rollout/test_native_routes.py::test_routes_are_those_of_training_at_no_extra_pass",
-        "quantization": "unit/workers/test_rounded_rollout.py::test_copies_of_the_actors_module_follow_it",
+        "quantization": "unit/workers/test_quantized_rollout.py::test_copies_of_the_actors_module_follow_it",
         "exact": "unit/models/test_exact_mode.py::test_generation_and_training_agree_to_the_bit",
         "prefix_reuse": f"{_SESSION}::test_prompts_share_the_keys_of_what_they_begin_with",
         "cpu": SHOWN_BY["greedy_parity"],

@@ -454,11 +454,6 @@ class RolloutConfig(LogProbLimits, SamplingKeys):
         minimum=1,
         fewest=1,
     )
-    enable_torch_compile: bool = key(
-        False,
-        "native: fuse the small operations of decoding by torch.compile; not in exact mode.",
-        read_by(".name=native", "the other engines have their own setting under engine_kwargs"),
-    )
     enable_chunked_prefill: bool = key(
         True,
         "vllm, sglang: prefill long prompts in chunks, beside rows that decode.",
@@ -497,7 +492,6 @@ class RolloutConfig(LogProbLimits, SamplingKeys):
         "Generate with weights rounded to fewer bits; native: int8, fp8 or, on a CPU, float16; vllm, sglang: "
         "a name that the engine knows, for example fp8; null: with the weights as they are.",
         excludes(".exact=true", "rounded weights give other log-probs than training's"),
-        excludes(".enable_torch_compile", "compiled steps know whole weights only"),
         surprises(
             ".name=vllm|sglang", "tokens come from rounded weights; consider algorithm.rollout_correction"
         ),
@@ -533,7 +527,6 @@ class RolloutConfig(LogProbLimits, SamplingKeys):
         "for the old ones is left out. auto: where it holds and saves time.",
         excludes(f"{ACTOR}.use_prefix_grouper", "log-probs would not be equal to the bit", at="=true"),
         excludes("algorithm.rollout_correction.bypass_mode", "log-probs would not be compared", at="=true"),
-        excludes(".enable_torch_compile", "fused operations round otherwise than training does", at="=true"),
         excludes(".skip.enable", "dumped log-probs are those of other weights than the actor's", at="=true"),
     )
     exact_check_rows: int = key(

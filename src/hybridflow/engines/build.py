@@ -32,7 +32,7 @@ from hybridflow.models.expert_parallel import apply_expert_parallel
 from hybridflow.models.experts import routers
 from hybridflow.models.lora import LoraSettings, add_lora, init_lora
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.probe_twin import probe_twin
+from hybridflow.models.probe_architecture import probe_architecture
 from hybridflow.models.score import HEAD_NAMES, ScoreModel
 from hybridflow.models.sharded_load import MetaModel, load_weights, materialise, meta_model
 from hybridflow.models.stages import Stage
@@ -205,7 +205,7 @@ def _probe_together(
     failure: HybridFlowError | None = None
     if mesh.rank == 0:
         try:
-            probe_twin(
+            probe_architecture(
                 meta.config,
                 device,
                 trust_remote_code=trust_remote_code,

@@ -20,9 +20,8 @@ from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.controller import Placement
 from hybridflow.distributed.accelerators import features, is_accelerator
 from hybridflow.distributed.device import resolve_device
-from hybridflow.models.build import resolve_dtype, shape_of
+from hybridflow.models.build import describe_model, resolve_dtype, shape_of
 from hybridflow.models.lora import LoraSettings
-from hybridflow.models.override import in_force
 from hybridflow.models.size import size_of
 from hybridflow.models.stages import layers_of_parts
 from hybridflow.planner.memory import Needs, RoleEngine, phases_of_pool
@@ -230,7 +229,8 @@ def _memory(plan: RunPlan) -> Iterator[Line]:
         return
     for engine in plan.engines.values():
         dtype = resolve_dtype(compute_dtype(engine), device_of(plan))
-        yield Line(f"{engine.role} model", in_force(shape_of(engine.model), dtype), str(engine.model.path))
+        described = describe_model(shape_of(engine.model), dtype)
+        yield Line(f"{engine.role} model", described, str(engine.model.path))
     found = {role: size_of_role(plan, role, engine) for role, engine in plan.engines.items()}
     for role, size in found.items():
         engine = plan.engines[role]

@@ -28,12 +28,14 @@ from hybridflow.data.plugin import load_module
 from hybridflow.data.remote import hub_folder, require_hub
 from hybridflow.distributed.accelerators import features
 from hybridflow.errors import ModelError
+from hybridflow.models.experts import num_experts
 from hybridflow.models.float64 import recompute_in_float64
 from hybridflow.models.liger import patch_liger, use_liger_kernels
-from hybridflow.models.override import apply_override, effective_override, in_force
+from hybridflow.models.override import apply_override, effective_override
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import probe_policy
 from hybridflow.models.progress import without_progress_bars
+from hybridflow.models.rope import describe_rope, length_limit, longest_generated
 from hybridflow.models.score import HEAD_NAMES, ScoreModel, head_name, is_head
 from hybridflow.models.value import ValueModel
 from hybridflow.models.vision import language_class
@@ -317,10 +319,30 @@ def load_whole(
             f"{sorted(info['mismatched_keys'])[:3]}"
         )
     without_dropout(hf)
-    logger.info("%s: %s", type(hf).__name__, in_force(hf.config, dtype))
+    logger.info("%s: %s", type(hf).__name__, describe_model(hf.config, dtype))
     hf.source_dtype = before
     model: PreTrainedModel = hf.to(device)
     return model
+
+
+def describe_model(config: PretrainedConfig, dtype: torch.dtype) -> str:
+    """Return attention, rotary settings, positions, dtype and experts of a model of `config` as a text."""
+    text = config.get_text_config()
+    parts = ["attention over packed rows by PyTorch's kernels"]
+    windows = (getattr(text, "layer_types", None) or []).count("sliding_attention")
+    if windows and getattr(text, "sliding_window", None):
+        parts[0] += f", in {windows} of {text.num_hidden_layers} layers over {text.sliding_window} tokens"
+    parts.append(f"rope {describe_rope(config)}")
+    longest = longest_generated(config)
+    if longest is not None:
+        parts.append(f"rows of up to {longest} tokens are generated")
+    limit = length_limit(config)
+    if limit is not None:
+        parts.append(f"longer rows than {limit} tokens have rotary frequencies of their own")
+    parts.append(f"dtype {str(dtype).removeprefix('torch.')}")
+    if num_experts(config):
+        parts.append(f"experts by {getattr(text, '_experts_implementation', None) or 'grouped_mm'}")
+    return "; ".join(parts)
 
 
 def load_saved(folder: Path) -> PreTrainedModel:

@@ -9,7 +9,7 @@ import torch
 
 from hybridflow.models.build import Kind, enable_gradient_checkpointing, load_whole, resolve_dtype
 from hybridflow.models.liger import patch_liger
-from hybridflow.models.probe_twin import probe_twin
+from hybridflow.models.probe_architecture import probe_architecture
 from hybridflow.models.score import ScoreModel
 
 
@@ -33,7 +33,9 @@ def build_score(
     """
     hf = load_whole(path, device, resolve_dtype(dtype, device), trust_remote_code, override_config, kind)
     if probe:
-        probe_twin(hf.config, torch.device(device), trust_remote_code=trust_remote_code, use_liger=use_liger)
+        probe_architecture(
+            hf.config, torch.device(device), trust_remote_code=trust_remote_code, use_liger=use_liger
+        )
     if use_liger:
         patch_liger(hf)
     if gradient_checkpointing:

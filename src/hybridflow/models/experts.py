@@ -19,7 +19,7 @@ from transformers.integrations.moe import ExpertsInterface
 
 from hybridflow.config.model import NUMBERS_OF_EXPERTS
 from hybridflow.models.exact_mode import ExactMode
-from hybridflow.models.rounded_weights import RoundedWeight
+from hybridflow.models.quantized_weights import QuantizedWeight
 
 EXPERTS_ONE_BY_ONE = "hybridflow_one_by_one"
 """The name of `experts_one_by_one` among the kernels of experts."""
@@ -76,7 +76,7 @@ def mlp_width(config: PretrainedConfig) -> int:
 
 class ExactExperts:
     """The switch between a model's own kernel of experts and the one that computes them one by one, for exact
-    mode and for rounded weights.
+    mode and for quantized weights.
     """
 
     def __init__(self, hf: PreTrainedModel) -> None:
@@ -95,14 +95,14 @@ class ExactExperts:
         for experts in expert_modules(self.hf).values():
             experts.exact_mode = mode
 
-    def use_rounded(self, rounded: Mapping[str, Mapping[str, Sequence[RoundedWeight]]]) -> None:
-        """Compute experts with rounded weights from now on: by module and parameter, one for each expert."""
+    def use_quantized(self, quantized: Mapping[str, Mapping[str, Sequence[QuantizedWeight]]]) -> None:
+        """Compute experts with quantized weights: by module and parameter, one for each expert."""
         assert self.usual is not None, "a kernel of our own needs a model that lets its kernel be chosen"
         self.usual = EXPERTS_ONE_BY_ONE
         self.hf.set_experts_implementation(EXPERTS_ONE_BY_ONE)
-        for name, weights in rounded.items():
+        for name, weights in quantized.items():
             module: Any = self.hf.get_submodule(name)
-            module.rounded = weights
+            module.quantized = weights
 
 
 def count_choices(chosen: Tensor, num_experts: int) -> Tensor:
@@ -145,9 +145,9 @@ def _product(experts: Any, name: str, expert: int, states: Tensor) -> Tensor:
     bias = None
     if experts.has_bias:
         bias = getattr(experts, f"{name}_bias")[expert]
-    rounded = getattr(experts, "rounded", {}).get(name)
-    if rounded is not None:
-        product: Tensor = rounded[expert].linear(states, bias)
+    quantized = getattr(experts, "quantized", {}).get(name)
+    if quantized is not None:
+        product: Tensor = quantized[expert].linear(states, bias)
         return product
     weight = getattr(experts, name)[expert]
     return linear(states, weight.T if experts.is_transposed else weight, bias)

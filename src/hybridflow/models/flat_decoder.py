@@ -1,9 +1,11 @@
 """A fast path for one token of each row through a Llama-shaped decoder, without the cost of module calls.
 
+    first step ──modules──► states ─┐ equal: every later step is `FlatDecoder`'s
+               ──flat─────► states ─┴ else:  every later step is that of the modules
+
 A step of generation is a few hundred small operations, and for few rows the Python code between them takes
 longer than they do. The same weights are used here in the same order, and norms and rotary positions in fewer
-operations where these give the bits of the model's own. So the states are equal to the bit;
-`PolicyModel.decode` checks that they are.
+operations where these give the bits of the model's own. So the states are equal to the bit.
 """
 
 from __future__ import annotations
@@ -31,6 +33,10 @@ _MLP = {"gate_proj", "up_proj", "down_proj", "act_fn"}
 
 Norm = Callable[[Tensor], Tensor]
 """States [..., H] to normed states of the same shape."""
+
+
+Decoder = Callable[[Tensor, Tensor, Layout], Tensor]
+"""input_ids and position_ids [B, 1] and a layout to last hidden states [B, 1, H]."""
 
 
 @dataclass(frozen=True)
@@ -115,6 +121,31 @@ class FlatDecoder:
             query, key = self._rotate(query.transpose(1, 2), key.transpose(1, 2), cos, sin)
         value = _project(own.v_proj, states).view(shape).transpose(1, 2)
         return _project(own.o_proj, layout.attend(query, key, value, layer.scores).flatten(2))
+
+
+def choose_decoder(
+    base: nn.Module, modules: Decoder, input_ids: Tensor, position_ids: Tensor, layout: Layout
+) -> tuple[Decoder, Tensor]:
+    """Compute a step by the modules and by `FlatDecoder`; return the decoder to use, and the states.
+
+    That is the flat one where it exists and its states are those of the modules: to the bit on a CPU, within
+    roundings on other devices, whose kernels depend on strides.
+    """
+    seen = ScoresSeen(layout)
+    states = modules(input_ids, position_ids, seen)
+    flat = FlatDecoder.of(base, seen.of_layer)
+    if flat is None:
+        return modules, states
+    found = flat(input_ids, position_ids, layout)
+    if torch.equal(found, states) or (states.device.type != "cpu" and _near(found, states)):
+        return flat, states
+    return modules, modules(input_ids, position_ids, layout)  # once more: the cache has what `flat` stored
+
+
+def _near(found: Tensor, wanted: Tensor) -> bool:
+    """Return whether states are as near to each other as two ways to compute them are."""
+    distance = (found - wanted).float().norm() / wanted.float().norm().clamp_min(1e-30)
+    return bool(float(distance) <= torch.finfo(wanted.dtype).eps ** 0.5)
 
 
 def _rotate_halves(query: Tensor, key: Tensor, cos: Tensor, signed: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,10 +19,9 @@ from hybridflow.distributed.bit_sum import bit_sum
 from hybridflow.distributed.boxes import Box
 from hybridflow.errors import ModelError
 from hybridflow.models.attention import ATTENTION_NAME, Layout, PackedLayout, attention
-from hybridflow.models.compiled_decoder import CompiledDecoder, apart, roundings, say_plain
 from hybridflow.models.exact_mode import ExactMode
 from hybridflow.models.experts import ExactExperts
-from hybridflow.models.flat_decoder import FlatDecoder, ScoresSeen
+from hybridflow.models.flat_decoder import Decoder, choose_decoder
 from hybridflow.models.float64 import compute_in_float64
 from hybridflow.models.full_kl import HeadInputs, full_kl
 from hybridflow.models.log_probs import LogitTransform, TokenOutputs, token_log_probs
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from hybridflow.distributed.mesh import Column
-    from hybridflow.models.rounded_weights import RoundedWeight
+    from hybridflow.models.quantized_weights import QuantizedWeight
     from hybridflow.protocol.packing import PackedBatch, PlacedMedium
 
 
@@ -57,8 +57,6 @@ class PolicyModel(nn.Module):
     """Gives the reference's states and head for the KL over the whole vocabulary, where a run asks for it."""
     is_sharded = False
     """Whether each rank holds a part of the parameters, which are gathered for a pass."""
-    compiles_decoding = False
-    """Whether steps of decoding are compiled, where the model's layers allow it, but for exact mode."""
     source_dtype: torch.dtype | None = None
     """The dtype that the model's folder says its weights have; None where the model comes from no folder."""
 
@@ -76,9 +74,7 @@ class PolicyModel(nn.Module):
         self.transform = replace(LogitTransform.from_config(hf.config), forbidden=placeholder_ids(hf.config))
         if self.dtype == torch.float64:
             compute_in_float64(hf)
-        self._flat: FlatDecoder | None = None
-        self._compiled: CompiledDecoder | None = None
-        self._flat_tried = False
+        self._decoder: Decoder | None = None  # chosen in the first step of decoding
         self._exact: ExactMode | None = None
         self._experts = ExactExperts(hf)
         self.routing: Routing | None = None
@@ -102,9 +98,9 @@ class PolicyModel(nn.Module):
         """Whether the model has experts, and lets the kernel be chosen that computes them."""
         return self._experts.usual is not None
 
-    def round_experts(self, rounded: Mapping[str, Mapping[str, Sequence[RoundedWeight]]]) -> None:
-        """Compute experts with rounded weights: by module and parameter, one for each expert."""
-        self._experts.use_rounded(rounded)
+    def quantize_experts(self, quantized: Mapping[str, Mapping[str, Sequence[QuantizedWeight]]]) -> None:
+        """Compute experts with quantized weights: by module and parameter, one for each expert."""
+        self._experts.use_quantized(quantized)
 
     @property
     def config(self) -> PretrainedConfig:
@@ -248,53 +244,18 @@ class PolicyModel(nn.Module):
     def decode(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """Return the last hidden states [B, 1, H] of a new token of each row, with the bits of `hidden`.
 
-        A faster path is used if its first states were equal to those of the modules on this machine; on a
-        device other than the CPU, whose kernels depend on strides, equal within roundings outside exact mode.
-        With `compiles_decoding` the last bits are others.
+        On a device other than the CPU, whose kernels depend on strides, they may differ by roundings.
         """
-        plain = torch.is_grad_enabled() or layout.routes is not None
-        if (self._flat_tried and self._flat is None) or plain:
+        if torch.is_grad_enabled() or layout.routes is not None:
             return self.hidden(input_ids, position_ids, layout)
         rows = input_ids.shape[0]
         if self.exact is not None:
             input_ids, position_ids, layout = self.exact.pad_tokens(input_ids, position_ids, layout)
-        decoder = self._flat or self._first_decode
-        if self._flat is not None and self.compiles_decoding and self.exact is None:
-            decoder = self._compiled or self._first_compiled
-        return decoder(input_ids, position_ids, layout)[:rows]
-
-    def _first_decode(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
-        """Decode by the modules and by the faster path, which is kept if the states are equal."""
-        self._flat_tried = True
-        seen = ScoresSeen(layout)
-        states = run_backbone(self.text, input_ids, position_ids, seen)
-        flat = FlatDecoder.of(self.text, seen.of_layer)
-        if flat is None:
-            if self.compiles_decoding:
-                say_plain(f"{type(self.hf).__name__} is not built like Llama, Mistral, Qwen 2 or 3")
-            return states
-        found = flat(input_ids, position_ids, layout)
-        rounds = self.exact is None and states.device.type != "cpu"
-        if torch.equal(found, states) or (rounds and apart(found, states) <= roundings(states.dtype)):
-            self._flat = flat
-            # now, and not in the next step: that one may be watched for a recording, where nothing may wait
-            if self.compiles_decoding and self.exact is None:
-                return self._first_compiled(input_ids, position_ids, layout)
-            return states
-        if self.compiles_decoding:
-            say_plain(f"the plain step's states are {apart(found, states):.2g} from those of the modules")
-        # once more: the cache now has what the other path has stored
-        return run_backbone(self.text, input_ids, position_ids, layout)
-
-    def _first_compiled(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
-        """Decode by the faster path and by its compiled functions, which are kept if they fit the model."""
-        assert self._flat is not None, "the faster path comes first"
-        states = self._flat(input_ids, position_ids, layout)
-        self._compiled = CompiledDecoder.of(self.text, self._flat)
-        self.compiles_decoding = self._compiled is not None
-        if self._compiled is not None:
-            self._compiled.check(self._compiled(input_ids, position_ids, layout), states)
-        return states
+        if self._decoder is None:
+            modules = partial(run_backbone, self.text)
+            self._decoder, states = choose_decoder(self.text, modules, input_ids, position_ids, layout)
+            return states[:rows]
+        return self._decoder(input_ids, position_ids, layout)[:rows]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return logits [..., V] of hidden states [..., H], in float32 or better, before any temperature."""

@@ -139,6 +139,11 @@ def difference(ours: Tensor, theirs: Tensor, dtype: torch.dtype) -> float:
     return float(apart.max())
 
 
+def varied_tokens(row: int, length: int, vocabulary: int) -> list[int]:
+    """Return the tokens of a row: rows differ and cover the vocabulary, without random numbers."""
+    return [(1 + 7919 * (row + 1) * (place + 1)) % vocabulary for place in range(length)]
+
+
 @dataclass(frozen=True)
 class _Row:
     """Token ids, [length] int64 on the model's device, and the media among them."""
@@ -152,18 +157,10 @@ class _Row:
 
 
 def _rows(policy: PolicyModel) -> list[_Row]:
-    """Return rows that differ and cover the vocabulary, without random numbers.
-
-    The second has a picture, where the model reads pictures.
-    """
+    """Return rows of different lengths; the second has a picture, where the model reads pictures."""
     vocabulary = policy.head.weight.shape[0]
     rows = [
-        _Row(
-            torch.tensor(
-                [(1 + 7919 * (row + 1) * (place + 1)) % vocabulary for place in range(length)],
-                device=policy.device,
-            )
-        )
+        _Row(torch.tensor(varied_tokens(row, length, vocabulary), device=policy.device))
         for row, length in enumerate(_LENGTHS)
     ]
     if policy.vision is not None:

@@ -30,6 +30,7 @@ from hybridflow.models.build import (
     Kind,
     auto_class,
     checked_config,
+    describe_model,
     enable_gradient_checkpointing,
     load_whole,
     refuse_odd_head,
@@ -39,7 +40,6 @@ from hybridflow.models.build import (
 )
 from hybridflow.models.liger import patch_liger
 from hybridflow.models.lora import base_name
-from hybridflow.models.override import in_force
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.score import HEAD_NAMES, ScoreModel, is_head
 from hybridflow.models.value import ValueModel
@@ -90,7 +90,7 @@ def meta_model(
             config, dtype=dtype, attn_implementation="eager", trust_remote_code=trust_remote_code
         )
     hf.eval()
-    logger.info("%s: %s", type(hf).__name__, in_force(hf.config, dtype))
+    logger.info("%s: %s", type(hf).__name__, describe_model(hf.config, dtype))
     hf.source_dtype = before
     if kind in ("policy", "value"):
         # read generation_config.json, where chat models have their end tokens, as `from_pretrained` does

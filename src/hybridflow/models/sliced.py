@@ -17,7 +17,7 @@ from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.errors import ModelError
 from hybridflow.models.lora import ADAPTER
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.rounded_weights import RoundedWeight
+from hybridflow.models.quantized_weights import QuantizedWeight
 from hybridflow.models.tensor_parallel import KEY, Style, check_sizes, tensor_styles
 
 ROLLOUT_KEY = "actor_rollout_ref.rollout.tensor_model_parallel_size"
@@ -28,7 +28,7 @@ class SlicedLinear(nn.Linear):
 
     style: Style
     replica: ReplicaRanks
-    rounded: RoundedWeight | None = None
+    quantized: QuantizedWeight | None = None
     """A copy in fewer bits that is multiplied by in the place of the weight."""
 
     def forward(self, input: Tensor) -> Tensor:
@@ -48,8 +48,8 @@ class SlicedLinear(nn.Linear):
         return out
 
     def _product(self, input: Tensor, bias: Tensor | None) -> Tensor:
-        if self.rounded is not None:
-            return self.rounded.linear(input, bias)
+        if self.quantized is not None:
+            return self.quantized.linear(input, bias)
         return linear(input, self.weight, bias)
 
 

@@ -26,7 +26,7 @@ from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.planner.model_size import ModelSize
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-BYTES_ROUNDED = {"int8": 1, "fp8": 1, "float16": 2}
+QUANTIZED_BYTES = {"int8": 1, "fp8": 1, "float16": 2}
 """Bytes of a number by `rollout.quantization` of the native engine."""
 
 
@@ -106,8 +106,8 @@ class PlannedReplica(NamedTuple):
     """Rows that run at once."""
     slot: int
     """Tokens for which a row has memory."""
-    rounded: str | None
-    """The kind to which the native engine rounds weights (`rollout.quantization`); None where it does not."""
+    quantization: str | None
+    """The kind to which the native engine quantizes weights; None where it does not."""
     ranks: int
     """Ranks of the rollout that serve requests together."""
 
@@ -299,7 +299,7 @@ def generation_needs(size: ModelSize, replica: PlannedReplica, *, alone: bool, d
         return Needs(parts, between, weights - between + cache)
     # rounded copies are made from the whole weights
     outside = size.root.all
-    itemsize = BYTES_ROUNDED[kind]
+    itemsize = QUANTIZED_BYTES[kind]
     copies = (whole - outside) * itemsize
     of_each = "1 byte" if itemsize == 1 else f"{itemsize} bytes"
     how = f"{whole - outside:,} parameters of layers × {of_each}, rounded to {kind}"
@@ -314,9 +314,9 @@ def generation_needs(size: ModelSize, replica: PlannedReplica, *, alone: bool, d
     return Needs([*parts, cache_part], 0, copies + max(weights - between, rest + cache))
 
 
-def rounded_to(rollout: RolloutConfig) -> str | None:
-    """Return the kind to which the native engine rounds weights; None where it does not."""
-    if rollout.name != "native" or rollout.quantization not in BYTES_ROUNDED:
+def native_quantization(rollout: RolloutConfig) -> str | None:
+    """Return the kind to which the native engine quantizes weights; None where it does not."""
+    if rollout.name != "native" or rollout.quantization not in QUANTIZED_BYTES:
         return None
     return rollout.quantization
 

@@ -35,8 +35,8 @@ from hybridflow.planner.memory import (
     RoleEngine,
     engine_needs,
     generation_needs,
+    native_quantization,
     phases_of_pool,
-    rounded_to,
 )
 from hybridflow.planner.model_shape import ModelShape
 from hybridflow.planner.run_plan import PoolPlan, calls_of
@@ -292,7 +292,7 @@ class PoolPlanner:
         alone = "actor" not in pool.roles
 
         def replica(rows: int) -> PlannedReplica:
-            return PlannedReplica(tensor, rows, round(mean), rounded_to(rollout), tensor)
+            return PlannedReplica(tensor, rows, round(mean), native_quantization(rollout), tensor)
 
         def generation(rows: int) -> Needs:
             return generation_needs(size, replica(rows), alone=alone, devices=devices)

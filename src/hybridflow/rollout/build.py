@@ -11,7 +11,7 @@ from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.errors import ConfigError
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.rounded_twin import RoundedTwin
+from hybridflow.models.quantized_copy import QuantizedCopy
 from hybridflow.rollout.base import RolloutEngine, WeightSource
 
 
@@ -36,9 +36,9 @@ def build_rollout_engine(
     if config.name == "native":
         from hybridflow.rollout.native.engine import NativeEngine
 
-        rounded = None
+        quantized = None
         if config.quantization is not None:
-            rounded = RoundedTwin(policy, config.quantization, device=device, lora=lora, replica=replica)
+            quantized = QuantizedCopy(policy, config.quantization, device=device, lora=lora, replica=replica)
         return NativeEngine(
             policy,
             eos_token_ids=eos_token_ids,
@@ -49,12 +49,11 @@ def build_rollout_engine(
             enforce_eager=config.enforce_eager,
             cudagraph_capture_sizes=config.cudagraph_capture_sizes,
             kv_cache=config.kv_cache,
-            enable_torch_compile=config.enable_torch_compile,
             records_routes=config.enable_rollout_routing_replay,
             source=source,
             replica=replica,
             decode=decode,
-            rounded=rounded,
+            quantized=quantized,
         )
     if config.name == "hf":
         if replica is not None and replica.size > 1:

@@ -15,6 +15,7 @@ import torch
 
 from hybridflow.models.exact_mode import ExactMode
 from hybridflow.models.policy import PolicyModel
+from hybridflow.models.probe import varied_tokens
 from hybridflow.models.rope import longest_generated
 from hybridflow.models.vision import Vision
 from hybridflow.protocol import DataProto
@@ -154,7 +155,7 @@ def _requests(policy: PolicyModel, longest: int, temperature: float) -> list[Gen
         prompt = row % num_prompts
         wanted = (1, 7, room // 3, 16, room // 2, 3 * room // 4, room // 4, room)[prompt % 8] + prompt // 8
         length = max(1, min(wanted, room - max(answers)))
-        ids = tuple((1 + 7919 * (prompt + 1) * (place + 1)) % vocabulary for place in range(length))
+        ids = tuple(varied_tokens(prompt, length, vocabulary))
         sampling = SamplingParams(max_tokens=answer, temperature=temperature, ignore_eos=True)
         read = Prompt(ids)
         if policy.vision is not None and prompt % 3 == 0:

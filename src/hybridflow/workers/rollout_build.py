@@ -98,7 +98,7 @@ def _standalone(
     device = torch.device(model["device"])
     dtype = resolve_dtype(model["dtype"], device)
     whole = device
-    if replica.size > 1 or config.quantization is not None:  # the device has slices or rounded weights only
+    if replica.size > 1 or config.quantization is not None:  # the device has slices or quantized weights only
         whole = torch.device("cpu")
     where = {"device": whole, "dtype": str(dtype).removeprefix("torch.")}
     # the actor's ranks probe the same model

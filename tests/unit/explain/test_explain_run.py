@@ -21,7 +21,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.explain.run import explain_run
 from hybridflow.models.build import build_policy
 from hybridflow.models.lora import LoraSettings
-from hybridflow.models.rounded_twin import RoundedTwin
+from hybridflow.models.quantized_copy import QuantizedCopy
 from hybridflow.models.size import size_of
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.planner.memory import Needs, RoleEngine, engine_needs
@@ -205,10 +205,10 @@ def test_rounded_weights(tiny: Path) -> None:
     said, layers = shown(tiny, *INT8), LAYERS * BLOCK
     assert said["memory, generation: rounded weights"] == format_bytes(layers)
     policy = build_policy(tiny, device="cpu", probe=False)
-    twin = RoundedTwin(policy, "int8")
-    twin.take()
-    assert layers < 1.05 * twin.nbytes, "the estimate counts norms too, and no scales"
-    assert twin.nbytes < 1.2 * layers
+    quantized = QuantizedCopy(policy, "int8")
+    quantized.refresh()
+    assert layers < 1.05 * quantized.nbytes, "the estimate counts norms too, and no scales"
+    assert quantized.nbytes < 1.2 * layers
     assert "memory, generation: whole weights" not in said, "they are the actor's"
     sharded = shown(tiny, *INT8, "trainer.n_gpus_per_node=2")
     of = "memory of each process"

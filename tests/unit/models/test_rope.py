@@ -12,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen
 from zoo import BASE, SUPPORTED, packed_rows, tiny_hf, tiny_rows
 
 from hybridflow.errors import ModelError
-from hybridflow.models.override import apply_override, effective_override, in_force
+from hybridflow.models.build import describe_model
+from hybridflow.models.override import apply_override, effective_override
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.rope import length_limit, longest_generated, row_lengths
 from hybridflow.protocol import DataProto
@@ -182,13 +183,13 @@ def test_entries_without_effect_are_refused(override: dict[str, Any], message: s
         apply_override(tiny_hf("llama").config, override)
 
 
-def test_what_is_in_force_is_said() -> None:
+def test_what_a_model_computes_with_is_said() -> None:
     config = scaled_hf(
         "longrope", "phi3", max_position_embeddings=64, original_max_position_embeddings=16
     ).config
-    said = in_force(config, torch.bfloat16)
+    said = describe_model(config, torch.bfloat16)
     assert "rope longrope (factor 4, long_factor [4 numbers], original_max_position_embeddings 16" in said
     assert "rows of up to 16 tokens are generated" in said and "dtype bfloat16" in said
     moe = tiny_hf("qwen3_moe").config
     apply_override(moe, {"experts_implementation": "batched_mm"})
-    assert "experts by batched_mm" in in_force(moe, torch.float32)
+    assert "experts by batched_mm" in describe_model(moe, torch.float32)

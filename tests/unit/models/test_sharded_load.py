@@ -20,7 +20,7 @@ from hybridflow.models.attention import PackedLayout
 from hybridflow.models.blocks import compile_blocks, decoder_blocks
 from hybridflow.models.build import build_policy, build_value
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.probe_twin import probe_twin, twin_config
+from hybridflow.models.probe_architecture import probe_architecture, small_config
 from hybridflow.models.sharded_load import load_weights, materialise, meta_model, parameters_on_meta
 from hybridflow.models.value import ValueModel
 from ranks import Ranks
@@ -196,16 +196,16 @@ def test_a_rank_reads_its_own_slices_only(two_ranks: Ranks, tmp_path: Path, seve
 def test_a_small_twin_is_probed(model_type: str) -> None:
     config = tiny_hf(model_type).config
     before = torch.random.get_rng_state()
-    difference = probe_twin(config, CPU)
+    difference = probe_architecture(config, CPU)
     assert difference is not None and difference < 1e-3 and torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_the_twin_has_every_kind_of_layer() -> None:
     kinds = ["sliding_attention"] * 3 + ["full_attention"]
     config = tiny_hf("gemma3_text", num_hidden_layers=8, layer_types=kinds * 2).config
-    twin = twin_config(config)
-    assert twin.layer_types == kinds and twin.num_hidden_layers == 4 and config.num_hidden_layers == 8
-    assert twin_config(tiny_hf("llama", num_hidden_layers=5).config).num_hidden_layers == 2
+    small = small_config(config)
+    assert small.layer_types == kinds and small.num_hidden_layers == 4 and config.num_hidden_layers == 8
+    assert small_config(tiny_hf("llama", num_hidden_layers=5).config).num_hidden_layers == 2
 
 
 def test_the_twin_finds_attention_that_is_not_ours(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -214,12 +214,12 @@ def test_the_twin_finds_attention_that_is_not_ours(monkeypatch: pytest.MonkeyPat
         PackedLayout, "attend", lambda self, q, k, v, scores: attend(self, q, k.roll(1, 2), v, scores)
     )
     with pytest.raises(ModelError, match="does not give the same log-probs"):
-        probe_twin(tiny_hf("llama", initializer_range=0.02).config, CPU)
+        probe_architecture(tiny_hf("llama", initializer_range=0.02).config, CPU)
 
 
 def test_a_twin_too_large_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridflow.models.probe_twin.MAX_PARAMETERS", 10)
-    assert probe_twin(tiny_hf("llama").config, CPU) is None
+    monkeypatch.setattr("hybridflow.models.probe_architecture.MAX_PARAMETERS", 10)
+    assert probe_architecture(tiny_hf("llama").config, CPU) is None
 
 
 @pytest.mark.parametrize("model_type", sorted(SUPPORTED))

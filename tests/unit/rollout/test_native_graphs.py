@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -18,7 +19,7 @@ from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.models.flat_decoder import FlatDecoder
 from hybridflow.models.kv_cache import KVCache, LayerShape, SlotCache
 from hybridflow.models.paged_cache import PagedCache
-from hybridflow.models.policy import PolicyModel
+from hybridflow.models.policy import PolicyModel, run_backbone
 from hybridflow.models.scores import Scores
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
@@ -526,13 +527,11 @@ def test_a_step_needs_nothing_of_the_host_so_it_can_be_recorded(kind: str) -> No
     policy = PolicyModel(tiny_hf(kind, torch.bfloat16).to("meta"))
     cache = SlotCache(dict.fromkeys(range(2), LayerShape(2, 8, 8, torch.bfloat16)), 4, 64, "meta")
     tokens, lengths = torch.zeros(2, 3, dtype=torch.int64, device="meta")
-    policy._flat_tried = True  # what is found out in the first step asks for values, and is found out before
-    ways = (
-        [None]
-        if kind == "gemma2"
-        else [None, FlatDecoder.of(policy.hf.base_model, {layer: Scores(layer) for layer in range(2)})]
-    )
-    for policy._flat in ways:
+    base = policy.hf.base_model
+    flat = FlatDecoder.of(base, {layer: Scores(layer) for layer in range(2)})
+    assert (flat is None) == (kind == "gemma2")
+    # the choice in the first step asks for values, and is made before
+    for policy._decoder in filter(None, (partial(run_backbone, base), flat)):
         with HostSeen() as seen, torch.no_grad():
             states = decode_rows(policy, cache, tokens, lengths, 31, 32)
         assert tuple(states.shape) == (3, 32) and not seen.names

@@ -21,7 +21,7 @@ from serving import TOKEN, TOKENIZER, Served, ids, serve_client
 
 from hybridflow.errors import ConfigError
 from hybridflow.models.build import build_policy
-from hybridflow.models.rounded_twin import RoundedTwin
+from hybridflow.models.quantized_copy import QuantizedCopy
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
@@ -173,11 +173,11 @@ def test_the_command_serves_until_it_is_told_to_end(command: subprocess.Popen[st
     assert command.returncode == 0, errors
 
 
-def test_rounded_weights_are_served(model: Path) -> None:
+def test_quantized_weights_are_served(model: Path) -> None:
     ask = SamplingParams(24, greedy=True)
     policy = build_policy(model, device="cpu")
-    twin = RoundedTwin(policy, "int8")
-    engine = NativeEngine(policy, eos_token_ids=[TOKENIZER.eos_token_id], rounded=twin)
+    quantized = QuantizedCopy(policy, "int8")
+    engine = NativeEngine(policy, eos_token_ids=[TOKENIZER.eos_token_id], quantized=quantized)
     (expected,) = engine.generate([GenerationRequest(0, Prompt(tuple(ids(PROMPT))), ask, 0)])
     settings = ServeSettings(str(model), "tiny", quantization="int8", max_num_seqs=4, max_model_len=256)
     service = build_service(settings)
@@ -188,7 +188,7 @@ def test_rounded_weights_are_served(model: Path) -> None:
         )
     assert said.choices[0].model_extra["token_ids"] == expected.token_ids
     assert said.choices[0].logprobs.token_logprobs == pytest.approx(expected.log_probs, abs=1e-4)
-    assert twin.nbytes > 0
+    assert quantized.nbytes > 0
     with pytest.raises(ConfigError, match="--quantization=int3: the native engine rounds to int8"):
         build_service(ServeSettings(str(model), "tiny", quantization="int3"))
 

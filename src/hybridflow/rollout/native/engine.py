@@ -25,8 +25,8 @@ from hybridflow.models.paged_cache import PagedCache
 from hybridflow.models.paged_kernel import BLOCK_SIZE, kernel_problem, varlen_kernel
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.probe import layer_facts
+from hybridflow.models.quantized_copy import QuantizedCopy
 from hybridflow.models.rope import longest_generated
-from hybridflow.models.rounded_twin import RoundedTwin
 from hybridflow.models.scores import Scores
 from hybridflow.rollout.base import GenerationRequest, WeightSource
 from hybridflow.rollout.load_weights import load_weights
@@ -59,9 +59,9 @@ class NativeEngine(SessionEngine):
     `kv_cache`: rows in slots or in blocks; auto: blocks on CUDA, where a kernel reads them. `block_size`:
     tokens of a block. `look_ahead`: begin a step before the host has seen the tokens of the one before;
     `reserve_cache`: take the memory of all blocks at once; both are left out for: not on a CPU.
-    `enable_torch_compile`: fuse the small operations of decoding, not in exact mode. `records_routes`:
-    outputs have the experts that their tokens went to, kept beside keys and values; no graphs then.
-    `rounded`: generate with its copy of the policy, whose weights are rounded anew when they have changed.
+    `records_routes`: outputs have the experts that their tokens went to, kept beside keys and values; no
+    graphs then. `quantized`: generate with this copy of the policy, which is refreshed when the weights have
+    changed.
     """
 
     def __init__(
@@ -83,16 +83,14 @@ class NativeEngine(SessionEngine):
         block_size: int = BLOCK_SIZE,
         look_ahead: bool | None = None,
         reserve_cache: bool | None = None,
-        enable_torch_compile: bool = False,
         records_routes: bool = False,
-        rounded: RoundedTwin | None = None,
+        quantized: QuantizedCopy | None = None,
     ) -> None:
         super().__init__()
         self.policy = policy
-        self.rounded = rounded
-        self.model = policy if rounded is None else rounded.policy
+        self.quantized = quantized
+        self.model = policy if quantized is None else quantized.policy
         """The module that generates."""
-        self.model.compiles_decoding = enable_torch_compile
         self.records_routes = records_routes
         if records_routes:
             self.model.follow_routes()
@@ -107,7 +105,7 @@ class NativeEngine(SessionEngine):
         self._stop_texts = None if decode is None else StopTexts(decode)
         self._version = 0
         self._weights_state = 0  # counts changes
-        self._rounded_state: int | None = None  # the count when weights were rounded last
+        self._copy_state: int | None = None  # the count when the copy was refreshed last
         self._asleep = source is not None
         self._cache: KVCache | None = None
         self._shapes: dict[int, LayerShape] | None = None
@@ -161,21 +159,21 @@ class NativeEngine(SessionEngine):
     def _weights_are(self, version: int) -> None:
         self._version = version
         if not self._asleep:
-            self._round()
+            self._refresh_copy()
         self._recheck_graphs()
 
-    def _round(self) -> None:
-        """Round weights that have changed, where copies are asked for; whole ones of a source go again."""
-        if self.rounded is None or self._rounded_state == self._weights_state:
+    def _refresh_copy(self) -> None:
+        """Refresh the copy where weights have changed; whole ones of a source go again."""
+        if self.quantized is None or self._copy_state == self._weights_state:
             return
         if self.source is not None:
             self.source.acquire(self._version)
         try:
-            self.rounded.take()
+            self.quantized.refresh()
         finally:
             if self.source is not None:
                 self.source.release()
-        self._rounded_state = self._weights_state
+        self._copy_state = self._weights_state
 
     def sleep(self, level: int = 1) -> None:
         """Free the KV cache and, at every level, weights that have a source. RolloutError while in use.
@@ -186,25 +184,25 @@ class NativeEngine(SessionEngine):
         self._check_free("sleep()")
         self._asleep = True
         self._cache = None
-        weights_stay = self.source is None and self.rounded is None
+        weights_stay = self.source is None and self.quantized is None
         if self.graphs is not None and not (self._paged and self.reserve_cache and weights_stay):
             self.graphs.drop()
         if self.sampler is not None:
             self.sampler.drop()
         if self.source is not None:
             self.source.release()
-        if self.rounded is not None:
-            self.rounded.free()
-            self._rounded_state = None
+        if self.quantized is not None:
+            self.quantized.free()
+            self._copy_state = None
         give_back(self.model.device)
 
     def wake_up(self, tags: Sequence[str] | None = None) -> None:
         """Fetch weights that have a source, and allow generation; the cache is made as it is needed."""
         if self._asleep:
             give_back(self.model.device)  # what training left
-        if self._asleep and self.source is not None and self.rounded is None:
+        if self._asleep and self.source is not None and self.quantized is None:
             self.source.acquire(self._version)
-        self._round()
+        self._refresh_copy()
         self._asleep = False
 
     @cached_property  # a configuration is slow to ask, and each request asks
@@ -308,7 +306,7 @@ class NativeEngine(SessionEngine):
             stop_texts=self._stop_texts,
             look_ahead=self.look_ahead,
         )
-        self._round()
+        self._refresh_copy()
         cache = self._kv_cache()
         self._recheck_graphs()
 

@@ -17,8 +17,8 @@ from hybridflow.distributed.accelerators import GPU, features
 from hybridflow.distributed.device import num_devices, resolve_device
 from hybridflow.errors import ConfigError
 from hybridflow.models.build import build_policy, generation_end_tokens, resolve_dtype
+from hybridflow.models.quantized_copy import QuantizedCopy
 from hybridflow.models.rope import longest_generated
-from hybridflow.models.rounded_twin import RoundedTwin
 from hybridflow.rollout.client import EngineReplica, LLMClient
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.rollout.server.model import ServedModel
@@ -48,7 +48,7 @@ class ServeSettings:
     """
     prefix_caching: bool = True
     quantization: str | None = None
-    """Kind to which weights are rounded, int8, fp8 or float16; None: they stay as they are."""
+    """Kind to which weights are quantized, int8, fp8 or float16; None: they stay as they are."""
     max_model_len: int | None = None
     """Most tokens of prompt and response together; None: the model's positions."""
     tool_parser: str | None = None
@@ -99,18 +99,18 @@ def build_service(settings: ServeSettings) -> Service:
 
 
 def _engine(settings: ServeSettings, device: str, ends: list[int], tokenizer: Tokenizer) -> NativeEngine:
-    rounds = settings.quantization is not None
+    quantizes = settings.quantization is not None
     target = served_device(device)
     policy = build_policy(
         settings.model,
-        device="cpu" if rounds else target,  # the device has rounded weights only
+        device="cpu" if quantizes else target,  # the device has quantized weights only
         dtype=str(resolve_dtype(settings.dtype, target)).removeprefix("torch."),
         trust_remote_code=settings.trust_remote_code,
     )
     policy.requires_grad_(False)
-    rounded = None
+    quantized = None
     if settings.quantization is not None:
-        rounded = RoundedTwin(policy, settings.quantization, device=target, key="--quantization")
+        quantized = QuantizedCopy(policy, settings.quantization, device=target, key="--quantization")
     return NativeEngine(
         policy,
         eos_token_ids=ends,
@@ -119,7 +119,7 @@ def _engine(settings: ServeSettings, device: str, ends: list[int], tokenizer: To
         max_num_batched_tokens=settings.max_num_batched_tokens,
         gpu_memory_utilization=settings.memory_share,
         enable_prefix_caching=settings.prefix_caching,
-        rounded=rounded,
+        quantized=quantized,
     )
 
 

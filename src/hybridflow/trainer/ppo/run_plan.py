@@ -28,7 +28,7 @@ from hybridflow.models.kv_cache import slot_capacity
 from hybridflow.planner.costs import CPU_EFFICIENCY, FITTED, Costs, Rows
 from hybridflow.planner.hardware import CPU, HARDWARE, Cluster, cpu_hardware
 from hybridflow.planner.lengths import Lengths
-from hybridflow.planner.memory import PlannedReplica, RoleEngine, rounded_to
+from hybridflow.planner.memory import PlannedReplica, RoleEngine, native_quantization
 from hybridflow.planner.model_shape import ModelShape, read_shape
 from hybridflow.planner.pools import shapes_of
 from hybridflow.planner.run_plan import OVERLAPPING, PoolPlan, RunPlan
@@ -49,7 +49,7 @@ def plan_of(config: PPOConfig) -> RunPlan:
         rollout.tensor_model_parallel_size,
         min(at_once, rollout.max_num_seqs),
         slot_capacity(longest_row(config)[0]),
-        rounded_to(rollout),
+        native_quantization(rollout),
         ranks,
     )
     pools = []

@@ -1,6 +1,6 @@
-"""A second module of a policy that generates with rounded weights (`rollout.quantization`).
+"""A second module of a policy that generates with quantized weights (`rollout.quantization`).
 
-    policy's weights ──take──► linear layers and experts of the text model, rounded; all else as it is
+    policy's weights ──refresh──► linear layers and experts of the text model, quantized; all else as it is
 
 The output head, embeddings, norms, routers, adapters and the tower that reads pictures keep their precision.
 """
@@ -17,7 +17,7 @@ from hybridflow.errors import ModelError
 from hybridflow.models.experts import expert_modules, is_router
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.rounded_weights import KEY, MULTIPLE, RoundedWeight, check_kind
+from hybridflow.models.quantized_weights import KEY, MULTIPLE, QuantizedWeight, check_kind
 from hybridflow.models.sliced import SlicedLinear, replace_layer
 from hybridflow.models.twin import Twin
 
@@ -26,23 +26,23 @@ logger = logging.getLogger(__name__)
 _OF_EXPERTS = ("gate_up_proj", "down_proj")
 
 
-class RoundedLinear(nn.Linear):
-    """A linear layer with a rounded copy; its own weight has no memory."""
+class QuantizedLinear(nn.Linear):
+    """A linear layer with a quantized copy; its own weight has no memory."""
 
-    rounded: RoundedWeight
+    quantized: QuantizedWeight
 
     def forward(self, input: Tensor) -> Tensor:
         """Compute [..., in] -> [..., out]."""
-        return self.rounded.linear(input, self.bias)
+        return self.quantized.linear(input, self.bias)
 
 
-class RoundedTwin:
-    """The second module of `policy`, whose weights `take` rounds.
+class QuantizedCopy:
+    """The second module of `policy`, whose weights `refresh` quantizes.
 
-    `kind`: a key of `rounded_weights.KINDS`. `device`: where it generates; left out: where the policy is.
+    `kind`: a key of `quantized_weights.KINDS`. `device`: where it generates; left out: where the policy is.
     `lora` and `replica` are those that the policy was made with; `key` names the kind in errors. Raises
     ConfigError where the device cannot multiply by this kind, ModelError where a model allows no second
-    module or has nothing to round.
+    module or has nothing to quantize.
     """
 
     def __init__(
@@ -67,15 +67,15 @@ class RoundedTwin:
         dtypes = {name: parameter.dtype for name, parameter in policy.named_parameters()}
         self._twin = Twin(policy, dtypes=dtypes, device=self._device, lora=lora, replica=replica)
         self.policy = self._twin.policy
-        """The module that generates, without memory for its weights before `take`."""
-        self._rounded: dict[str, list[RoundedWeight]] = {}
-        """Rounded copies by the name of their parameter: one, or one for each expert."""
+        """The module that generates, without memory for its weights before `refresh`."""
+        self._copies: dict[str, list[QuantizedWeight]] = {}
+        """Quantized copies by the name of their parameter: one, or one for each expert."""
         self._transposed: set[str] = set()
         """Names of experts' parameters [E, K, N]."""
-        self._round_layers()
+        self._quantize_layers()
         if self.policy.chooses_experts_kernel:
-            self._round_experts()
-        if not self._rounded:
+            self._quantize_experts()
+        if not self._copies:
             raise ModelError(
                 f"{key}={kind}: {type(policy.hf).__name__} has no linear layer whose sizes are multiples of "
                 f"{MULTIPLE}, so nothing of it can be rounded; leave {key} out"
@@ -83,30 +83,30 @@ class RoundedTwin:
         logger.info(
             "generation multiplies by %s copies of %d weights; %d others stay as they are",
             kind,
-            len(self._rounded),
-            len(dtypes) - len(self._rounded),
+            len(self._copies),
+            len(dtypes) - len(self._copies),
         )
 
     @property
-    def rounded_names(self) -> set[str]:
-        """Names of the policy's parameters that are rounded."""
-        return set(self._rounded)
+    def names(self) -> set[str]:
+        """Names of the policy's parameters that are quantized."""
+        return set(self._copies)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that rounded weights take now."""
-        return sum(one.nbytes for copies in self._rounded.values() for one in copies)
+        """Bytes that quantized weights take now."""
+        return sum(one.nbytes for copies in self._copies.values() for one in copies)
 
     @torch.no_grad()
-    def take(self) -> None:
-        """Round the policy's weights as they are now, and share the others with it where the device is one.
+    def refresh(self) -> None:
+        """Quantize the policy's weights as they are now; share the others with it where the device is one.
 
-        Rounded copies, but for float16, and weights that come from another device stay at their addresses
+        Quantized copies, but for float16, and weights that come from another device stay at their addresses
         from one call to the next, so that graphs that were recorded with them stay right.
         """
         own = dict(self.policy.named_parameters())
         for name, weight in self.whole.named_parameters():
-            copies = self._rounded.get(name)
+            copies = self._copies.get(name)
             if copies is None:
                 _put(own[name], weight.detach(), shares=weight.device == own[name].device)
                 continue
@@ -117,11 +117,11 @@ class RoundedTwin:
     def free(self) -> None:
         """Give the memory back; weights that the policy shares are its own."""
         self._twin.free()
-        for copies in self._rounded.values():
+        for copies in self._copies.values():
             for copy in copies:
                 copy.free()
 
-    def _round_layers(self) -> None:
+    def _quantize_layers(self) -> None:
         names = {id(parameter): name for name, parameter in self.policy.named_parameters()}
         for path, layer in list(self.policy.text.named_modules()):
             if type(layer) not in (nn.Linear, SlicedLinear) or ".lora_" in f".{path}":
@@ -132,18 +132,18 @@ class RoundedTwin:
             if any(size % MULTIPLE for size in self._twin.shapes[name]):
                 continue
             copy = self._make()
-            self._rounded[name] = [copy]
+            self._copies[name] = [copy]
             if isinstance(layer, SlicedLinear):
-                layer.rounded = copy
+                layer.quantized = copy
                 continue
-            new = RoundedLinear(layer.in_features, layer.out_features, bias=False, device="meta")
+            new = QuantizedLinear(layer.in_features, layer.out_features, bias=False, device="meta")
             new.weight = layer.weight
             new.bias = layer.bias
-            new.rounded = copy
+            new.quantized = copy
             replace_layer(self.policy.text, path, new)
 
-    def _round_experts(self) -> None:
-        found: dict[str, dict[str, list[RoundedWeight]]] = {}
+    def _quantize_experts(self) -> None:
+        found: dict[str, dict[str, list[QuantizedWeight]]] = {}
         for path, experts in expert_modules(self.policy.hf).items():
             names = {leaf: f"hf.{path}.{leaf}" for leaf in _OF_EXPERTS}
             shapes = [self._twin.shapes.get(name, ()) for name in names.values()]
@@ -151,11 +151,11 @@ class RoundedTwin:
                 continue
             copies = {leaf: [self._make() for _ in range(experts.num_experts)] for leaf in names}
             found[path] = copies
-            self._rounded |= {names[leaf]: copies[leaf] for leaf in names}
+            self._copies |= {names[leaf]: copies[leaf] for leaf in names}
             if experts.is_transposed:
                 self._transposed |= set(names.values())
         if found:
-            self.policy.round_experts(found)
+            self.policy.quantize_experts(found)
 
 
 def _put(own: nn.Parameter, weight: Tensor, *, shares: bool) -> None:

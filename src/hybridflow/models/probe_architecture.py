@@ -26,7 +26,7 @@ MAX_PARAMETERS = 2_000_000_000
 _VOCABULARY = 512
 
 
-def probe_twin(
+def probe_architecture(
     config: PretrainedConfig,
     device: torch.device,
     *,
@@ -39,8 +39,8 @@ def probe_twin(
     With `in_stages` it is also run in two parts. Returns its difference in nats, or None for too large a
     model. The random stream stays as it was.
     """
-    twin = twin_config(config)
-    size = count_parameters(twin, trust_remote_code=trust_remote_code)
+    small = small_config(config)
+    size = count_parameters(small, trust_remote_code=trust_remote_code)
     if size > MAX_PARAMETERS:
         logger.info(
             "a layer of %s is too large to probe apart from the model (%.1f B parameters)",
@@ -53,9 +53,9 @@ def probe_twin(
     with torch.random.fork_rng(devices=devices, device_type=kind):
         torch.manual_seed(0)
         hf = (
-            auto_class("policy", twin)
+            auto_class("policy", small)
             .from_config(
-                twin, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
+                small, dtype=torch.float32, attn_implementation="eager", trust_remote_code=trust_remote_code
             )
             .to(device)
         )
@@ -67,13 +67,13 @@ def probe_twin(
     return probe_policy(policy)
 
 
-def twin_config(config: PretrainedConfig) -> PretrainedConfig:
+def small_config(config: PretrainedConfig) -> PretrainedConfig:
     """Return a configuration of the same architecture with fewer layers and tokens.
 
     Its weights are so large that attention moves the log-probs.
     """
-    twin = copy.deepcopy(config)
-    text = twin.get_text_config()
+    small = copy.deepcopy(config)
+    text = small.get_text_config()
     kinds = list(getattr(text, "layer_types", None) or [])
     wanted = max((kinds.index(kind) + 1 for kind in set(kinds)), default=0)
     layers = min(text.num_hidden_layers, max(2, wanted))
@@ -83,4 +83,4 @@ def twin_config(config: PretrainedConfig) -> PretrainedConfig:
     text.vocab_size = min(text.vocab_size, _VOCABULARY)
     text.pad_token_id = None
     text.initializer_range = float(text.hidden_size) ** -0.5
-    return twin
+    return small

@@ -18,7 +18,7 @@ from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.errors import ModelError
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.rounded_twin import RoundedTwin
+from hybridflow.models.quantized_copy import QuantizedCopy
 from hybridflow.rollout.base import GenerationOutput
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.workers.rollout import RolloutWorker
@@ -56,7 +56,7 @@ def actor_engine(folder: str, world_size: int = 1, lora: LoraSettings | None = N
 
 def rounded_alone(policy: PolicyModel, kind: str) -> list[tuple[int, list[int]]]:
     """The tokens of a copy that is rounded now, and of nothing else."""
-    engine = NativeEngine(policy, eos_token_ids=EOS, rounded=RoundedTwin(policy, kind))
+    engine = NativeEngine(policy, eos_token_ids=EOS, quantized=QuantizedCopy(policy, kind))
     found = {output.request_id: output for output in engine.generate(requests())}
     return tokens([found[request.request_id] for request in requests()])
 
@@ -67,9 +67,9 @@ def versions(outputs: list[GenerationOutput]) -> set[int]:
 
 def resting(worker: RolloutWorker) -> int:
     """Bytes of weights of its own that a sleeping engine keeps."""
-    assert isinstance(worker.engine, NativeEngine) and worker.engine.rounded is not None
+    assert isinstance(worker.engine, NativeEngine) and worker.engine.quantized is not None
     own = sum(weight.numel() for weight in worker.engine.model.parameters())
-    return own + worker.engine.rounded.nbytes
+    return own + worker.engine.quantized.nbytes
 
 
 def test_copies_of_the_actors_module_follow_it(wide: str) -> None:
@@ -105,18 +105,18 @@ def test_pushed_weights_are_rounded_where_they_arrive(wide: str, kind: RolloutCo
 
 def test_requests_that_run_go_on_with_weights_rounded_anew(wide: str) -> None:
     engine = actor_engine(wide)
-    twin = RoundedTwin(engine.policy, "int8")
-    native = NativeEngine(engine.policy, eos_token_ids=[], rounded=twin, recompute_on_update=True)
+    quantized = QuantizedCopy(engine.policy, "int8")
+    native = NativeEngine(engine.policy, eos_token_ids=[], quantized=quantized, recompute_on_update=True)
     session = native.open()
     session.add(requests(2, 1))
     session.step()
     session.step()
     learn(engine)
     native.set_version(1)
-    fresh = RoundedTwin(engine.policy, "int8")
-    fresh.take()
-    for name, copies in twin._rounded.items():
-        assert torch.equal(copies[0].numbers, fresh._rounded[name][0].numbers), name  # type: ignore[attr-defined]
+    fresh = QuantizedCopy(engine.policy, "int8")
+    fresh.refresh()
+    for name, copies in quantized._copies.items():
+        assert torch.equal(copies[0].numbers, fresh._copies[name][0].numbers), name  # type: ignore[attr-defined]
     outputs = []
     while not session.idle:
         outputs += session.step()
@@ -138,8 +138,8 @@ def test_offloaded_weights_are_on_the_device_only_while_they_are_rounded(
     seen = []
     for name in ("onload", "offload"):
         monkeypatch.setattr(engine, name, lambda name=name: seen.append(name))
-    taken = RoundedTwin.take
-    monkeypatch.setattr(RoundedTwin, "take", lambda twin: seen.append("round") or taken(twin))
+    taken = QuantizedCopy.refresh
+    monkeypatch.setattr(QuantizedCopy, "refresh", lambda quantized: seen.append("round") or taken(quantized))
     worker = build_rollout_worker(INT8, actor_engine=engine, model=model(wide), eos_token_ids=EOS)
     assert isinstance(worker.engine, NativeEngine) and worker.engine.asleep
     for _ in range(2):

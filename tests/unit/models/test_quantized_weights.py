@@ -9,12 +9,12 @@ from zoo import SPARSE, VOCABULARY, tiny_hf
 
 from hybridflow.config.engine_features import NATIVE_KINDS
 from hybridflow.errors import ConfigError, ModelError
-from hybridflow.models import rounded_weights
+from hybridflow.models import quantized_weights
 from hybridflow.models.experts import expert_modules
 from hybridflow.models.lora import LoraSettings, adapted_layers, add_lora
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.rounded_twin import RoundedTwin, _put
-from hybridflow.models.rounded_weights import FEW_ROWS, KINDS, check_kind
+from hybridflow.models.quantized_copy import QuantizedCopy, _put
+from hybridflow.models.quantized_weights import FEW_ROWS, KINDS, check_kind
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import PackedBatch, make_rows, pack
 
@@ -116,7 +116,7 @@ def test_inputs_may_lie_in_memory_in_any_order(kind: str, rows: int) -> None:
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_a_copy_stays_where_it_is_until_it_is_freed(kind: str) -> None:
     copy = KINDS[kind]()
-    assert isinstance(copy, rounded_weights._Scaled) and copy.nbytes == 0
+    assert isinstance(copy, quantized_weights._Scaled) and copy.nbytes == 0
     copy.fill(draw(32, 16))
     places = copy.numbers.data_ptr(), copy.scales.data_ptr()
     assert copy.nbytes == 32 * 16 + 32 * 4
@@ -175,7 +175,7 @@ def test_what_cannot_be_multiplied_by_is_refused(monkeypatch: pytest.MonkeyPatch
         patch.setattr(torch, "_weight_int8pack_mm", without)
         with pytest.raises(ConfigError, match=r"int8 does not work on cpu .*8\.9; leave it out"):
             check_kind("int8", CPU)
-    monkeypatch.setattr(rounded_weights, "linear", lambda inputs, weight: 2 * inputs @ weight.T)
+    monkeypatch.setattr(quantized_weights, "linear", lambda inputs, weight: 2 * inputs @ weight.T)
     with pytest.raises(ConfigError, match="gives wrong products"):
         check_kind("int8", CPU)
 
@@ -234,51 +234,51 @@ def test_a_copy_of_a_policy_is_the_policy_with_rounded_weights(family: str) -> N
     whole = log_probs(policy)
     # inputs of experts are not rounded in `slowly`, and then a router may choose otherwise
     for kind, bound in (("float16", 2e-5), ("int8", 0.02))[: 1 if family in SPARSE else 2]:
-        twin = RoundedTwin(policy, kind)
-        twin.take()
-        found = log_probs(twin.policy)
+        quantized = QuantizedCopy(policy, kind)
+        quantized.refresh()
+        found = log_probs(quantized.policy)
         apart = (found - slowly(policy, kind)).abs().median()
         assert apart < bound and 2 * apart < (found - whole).abs().median()
         assert torch.equal(log_probs(policy), whole), "the policy itself is as it was"
         if family in SPARSE:
-            stacked = [name for name in twin.rounded_names if ".experts." in name]
+            stacked = [name for name in quantized.names if ".experts." in name]
             assert len(stacked) == 2 * len(expert_modules(policy.hf)) > 0
 
 
 def test_what_is_rounded_and_what_is_shared() -> None:
     policy = PolicyModel(tiny_hf("qwen2_moe", **SIZES, shared_expert_intermediate_size=32))
-    twin = RoundedTwin(policy, "int8")
-    twin.take()
-    own = dict(twin.policy.named_parameters())
+    quantized = QuantizedCopy(policy, "int8")
+    quantized.refresh()
+    own = dict(quantized.policy.named_parameters())
     for name, weight in policy.named_parameters():
         kept = any(
             part in name for part in ("embed", "lm_head", "norm", "bias", "mlp.gate.", "shared_expert_gate")
         )
-        assert (own[name].numel() == 0) == (name in twin.rounded_names) == (not kept), name
+        assert (own[name].numel() == 0) == (name in quantized.names) == (not kept), name
         assert not kept or own[name].data_ptr() == weight.data_ptr()
-    rounded = sum(weight.numel() for name, weight in policy.named_parameters() if name in twin.rounded_names)
-    assert rounded < twin.nbytes < 1.4 * rounded
-    before = log_probs(twin.policy)
+    rounded = sum(weight.numel() for name, weight in policy.named_parameters() if name in quantized.names)
+    assert rounded < quantized.nbytes < 1.4 * rounded
+    before = log_probs(quantized.policy)
     with torch.no_grad():
         for weight in policy.parameters():
             weight.mul_(1.1)
-    assert not torch.equal(log_probs(twin.policy), before), "what is shared has changed at once"
-    twin.take()
-    fresh = RoundedTwin(policy, "int8")
-    fresh.take()
-    assert torch.equal(log_probs(twin.policy), log_probs(fresh.policy))
-    twin.free()
-    assert twin.nbytes == 0 and all(weight.numel() == 0 for weight in twin.policy.parameters())
+    assert not torch.equal(log_probs(quantized.policy), before), "what is shared has changed at once"
+    quantized.refresh()
+    fresh = QuantizedCopy(policy, "int8")
+    fresh.refresh()
+    assert torch.equal(log_probs(quantized.policy), log_probs(fresh.policy))
+    quantized.free()
+    assert quantized.nbytes == 0 and all(weight.numel() == 0 for weight in quantized.policy.parameters())
     assert all(weight.numel() for weight in policy.parameters())
 
 
 def test_routers_that_are_linear_layers_keep_their_precision() -> None:
     sizes = {"num_experts": 16, "num_dense_layers": 1, "layer_types": ["full_attention"] * 2}
     policy = PolicyModel(tiny_hf("afmoe", **SIZES, **sizes))
-    twin = RoundedTwin(policy, "int8")
+    quantized = QuantizedCopy(policy, "int8")
     assert "hf.model.layers.1.mlp.router.gate.weight" in dict(policy.named_parameters())
-    assert not [name for name in twin.rounded_names if "router" in name]
-    assert any("layers.1.mlp" in name for name in twin.rounded_names)
+    assert not [name for name in quantized.names if "router" in name]
+    assert any("layers.1.mlp" in name for name in quantized.names)
 
 
 def test_weights_from_another_device_stay_where_they_were_put() -> None:
@@ -298,18 +298,18 @@ def test_adapters_keep_their_precision() -> None:
     with torch.no_grad():
         for layer in adapted_layers(policy).values():
             layer.lora_B["default"].weight.fill_(0.5)
-    twin = RoundedTwin(policy, "int8", lora=LORA)
-    twin.take()
-    assert all("base_layer.weight" in name for name in twin.rounded_names)
-    with_adapters = log_probs(twin.policy)
+    quantized = QuantizedCopy(policy, "int8", lora=LORA)
+    quantized.refresh()
+    assert all("base_layer.weight" in name for name in quantized.names)
+    with_adapters = log_probs(quantized.policy)
     assert (with_adapters - log_probs(policy)).abs().median() < 0.05
     with torch.no_grad():
         for layer in adapted_layers(policy).values():
             layer.lora_B["default"].weight.zero_()
-    assert (log_probs(twin.policy) - with_adapters).abs().max() > 0.5
+    assert (log_probs(quantized.policy) - with_adapters).abs().max() > 0.5
 
 
 def test_a_model_without_anything_to_round_is_refused() -> None:
     policy = PolicyModel(tiny_hf("llama", hidden_size=24, num_attention_heads=3, num_key_value_heads=3))
     with pytest.raises(ModelError, match="multiples of 16, so nothing of it can be rounded"):
-        RoundedTwin(policy, "int8")
+        QuantizedCopy(policy, "int8")

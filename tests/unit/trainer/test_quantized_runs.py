@@ -70,7 +70,6 @@ def test_experts_and_their_routes(tmp_path: Path) -> None:
         ),
         ((f"{ROLLOUT}.quantization=int4", TOKEN), r"quantization=int4 .* which rounds to int8, fp8, float16"),
         ((INT8, TOKEN, f"{ROLLOUT}.exact=true"), r"int8 with .*exact=true.* set .*exact=auto"),
-        ((INT8, TOKEN, f"{ROLLOUT}.enable_torch_compile=true"), "compiled steps know whole weights only"),
         ((f"{ROLLOUT}.quantization=float16", TOKEN, "trainer.device=cuda"), "float16 is for CPUs"),
         ((INT8, TOKEN, f"{ROLLOUT}.name=hf"), "name=hf, which cannot do it: .*native, vllm"),
         (

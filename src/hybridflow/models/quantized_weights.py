@@ -4,7 +4,7 @@
     fp8       float8 of four exponent bits, a scale for each output; inputs too, a scale for each token
     float16   on an x86 CPU, without a scale; inputs and sums in float32
 
-A product is scales · (rounded weights · inputs), whatever computes it: the same numbers up to the order of
+A product is scales · (quantized weights · inputs), whatever computes it: the same numbers up to the order of
 sums for one row and for many.
 """
 
@@ -29,8 +29,8 @@ _LARGEST_FLOAT16 = torch.finfo(torch.float16).max
 _TINY = 1e-30
 
 
-class RoundedWeight(ABC):
-    """The rounded copy of one weight, empty before `fill`."""
+class QuantizedWeight(ABC):
+    """The quantized copy of one weight, empty before `fill`."""
 
     @abstractmethod
     def fill(self, weight: Tensor) -> None:
@@ -56,7 +56,7 @@ class RoundedWeight(ABC):
         return product if bias is None else product + bias
 
 
-class _Scaled(RoundedWeight):
+class _Scaled(QuantizedWeight):
     """Numbers [N, K] of a narrow dtype, and a float32 scale for each of the N outputs; both stay where they
     are when they are filled again.
     """
@@ -131,7 +131,7 @@ class Float8Weight(_Scaled):
         return product.to(inputs.dtype)
 
 
-class Float16Weight(RoundedWeight):
+class Float16Weight(QuantizedWeight):
     """float16 weights for an x86 CPU: half the memory to read, and log-probs as good as unchanged."""
 
     def __init__(self) -> None:
@@ -160,17 +160,17 @@ class Float16Weight(RoundedWeight):
         return 2 * self._count
 
 
-KINDS: Mapping[str, type[RoundedWeight]] = {
+KINDS: Mapping[str, type[QuantizedWeight]] = {
     "int8": Int8Weight,
     "fp8": Float8Weight,
     "float16": Float16Weight,
 }
 """The values of `rollout.quantization` that the native engine knows."""
 MULTIPLE = 16
-"""Numbers of inputs and outputs that a rounded weight has are multiples of this, as fp8 kernels want it."""
+"""Numbers of inputs and outputs that a quantized weight has are multiples of this, as fp8 kernels want it."""
 
 
-def check_kind(name: str, device: torch.device, key: str = KEY) -> type[RoundedWeight]:
+def check_kind(name: str, device: torch.device, key: str = KEY) -> type[QuantizedWeight]:
     """Return the kind of this name; ConfigError where `device` or this torch cannot multiply by it."""
     kind = KINDS.get(name)
     if kind is None:

@@ -40,8 +40,7 @@ from hybridflow.rollout.server.gate import Gate
 from hybridflow.rollout.server.job import Job, chat_job, completion_job
 from hybridflow.rollout.server.metrics import Metrics
 from hybridflow.rollout.server.model import ServedModel
-from hybridflow.rollout.server.prompts import check_characters, template_errors_refused
-from hybridflow.rollout.server.readers import Check, JobReaders
+from hybridflow.rollout.server.prompts import Check, JobReaders, check_characters, template_errors_refused
 from hybridflow.rollout.server.reading import ChoiceReader, Piece
 from hybridflow.rollout.server.run import LoopServer
 from hybridflow.rollout.server.schema import ChatBody, CompletionBody, SamplingBody

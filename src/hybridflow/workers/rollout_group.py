@@ -22,8 +22,7 @@ from hybridflow.errors import RolloutError, WorkerError, WorkerLost
 from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Occupancy
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats
-from hybridflow.rollout.client import LLMClient
-from hybridflow.rollout.own_loop import in_own_loop
+from hybridflow.rollout.client import LLMClient, in_own_loop
 from hybridflow.rollout.requests import check_ids
 from hybridflow.stop_token import stop_token
 from hybridflow.weight_sync.remote_push import WeightShare

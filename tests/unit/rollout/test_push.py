@@ -24,10 +24,9 @@ from hybridflow.rollout.push import channel as channels
 from hybridflow.rollout.push import receiver as receiving
 from hybridflow.rollout.push import sender as sending
 from hybridflow.rollout.push import transports
-from hybridflow.rollout.push.channel import Channel, Listener
+from hybridflow.rollout.push.channel import Channel, Listener, TunnelEnd
 from hybridflow.rollout.push.receiver import NOTHING, Receiver
 from hybridflow.rollout.push.sender import KeptGroup, Transport, address_towards, push
-from hybridflow.rollout.push.tunnel import TunnelEnd
 from ranks import forked
 
 HERE = Receiver()

@@ -29,17 +29,15 @@ from hybridflow.models.rope import longest_generated
 from hybridflow.models.rounded_twin import RoundedTwin
 from hybridflow.models.scores import Scores
 from hybridflow.rollout.base import GenerationRequest, WeightSource
-from hybridflow.rollout.load_weights import load_weights
 from hybridflow.rollout.memory import free_memory, give_back
-from hybridflow.rollout.native.graph_sampler import GraphSampler
-from hybridflow.rollout.native.graphs import GraphDecoder, graph_decoder
+from hybridflow.rollout.native.graphs import GraphDecoder, GraphSampler, graph_decoder
+from hybridflow.rollout.native.responses import Decode, StopTexts
 from hybridflow.rollout.native.rows import end_tokens, row_numbers
 from hybridflow.rollout.native.sampling import sampling_problem
 from hybridflow.rollout.native.session import Session, SessionSettings, Weights
 from hybridflow.rollout.native.step import ROUTES, routes_shape
-from hybridflow.rollout.native.stop_text import Decode, StopTexts
 from hybridflow.rollout.requests import request_problem
-from hybridflow.rollout.session_engine import SessionEngine
+from hybridflow.rollout.session_engine import SessionEngine, load_weights
 
 logger = logging.getLogger(__name__)
 

@@ -28,7 +28,7 @@ from hybridflow.rollout.server.gate import Gate
 from hybridflow.rollout.server.job import Job
 from hybridflow.rollout.server.messages import MessagesAnswer, MessagesBody
 from hybridflow.rollout.server.model import ServedModel
-from hybridflow.rollout.server.readers import Check, JobReaders
+from hybridflow.rollout.server.prompts import Check, JobReaders
 from hybridflow.rollout.server.reading import Piece
 from hybridflow.rollout.server.responses import ResponsesAnswer, ResponsesBody
 from hybridflow.rollout.server.schema import ChatBody, CompletionBody

@@ -25,7 +25,7 @@ from hybridflow.rollout.server.errors import ApiError
 from hybridflow.rollout.server.job import Job, chat_job, completion_job
 from hybridflow.rollout.server.metrics import Metrics
 from hybridflow.rollout.server.model import ServedModel
-from hybridflow.rollout.server.readers import Check, JobReaders
+from hybridflow.rollout.server.prompts import Check, JobReaders
 from hybridflow.rollout.server.reading import ChoiceReader, Piece
 from hybridflow.rollout.server.schema import ChatBody, CompletionBody
 

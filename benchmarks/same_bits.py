@@ -76,7 +76,7 @@ RANDOM_REWARD = "reward.function=random"
 MODELS = """
 import sys
 from pathlib import Path
-from hybridflow.environments.demonstrations import WORDS
+from hybridflow.environments.built_in import WORDS
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.models.tiny_tokenizer import create_tiny_tool_tokenizer
 folder = Path(sys.argv[1])

@@ -26,7 +26,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridflow.config.checks.root import find_notes, find_problems
-from hybridflow.config.convert import convert_what_fits, raise_all, suggest, unknown_key
+from hybridflow.config.convert import WRONG, WrongKeyRead, convert_what_fits, raise_all, suggest, unknown_key
 from hybridflow.config.hydra_flags import read_flags
 from hybridflow.config.recipes import check_command, read_recipe, recipe_hint
 from hybridflow.config.relations import shown
@@ -45,7 +45,6 @@ from hybridflow.config.tree import (
     with_values,
 )
 from hybridflow.config.verl_keys import KeyStatus, status
-from hybridflow.config.wrong import WRONG, WrongKeyRead
 from hybridflow.distributed.accelerators import device_problem
 from hybridflow.errors import ConfigError
 

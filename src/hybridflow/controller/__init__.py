@@ -9,9 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridflow.controller.backend import Backend
+    from hybridflow.controller.backend import Backend, Future, Part
     from hybridflow.controller.dispatch import Call, Dealt, Dispatch, register
-    from hybridflow.controller.future import Future, Part
     from hybridflow.controller.local import LocalBackend, Make, WorkerHost
     from hybridflow.controller.mesh import MeshInfo
     from hybridflow.controller.resource_pool import Placement, ResourcePool

@@ -16,8 +16,14 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.data.loader import MapDataset
 from hybridflow.data.prompts import PromptRow
-from hybridflow.demo.evaluate import MAX_TOKENS, Evaluation, evaluate
-from hybridflow.demo.warm_up import WarmUpOptions, held_out_questions, warm_up
+from hybridflow.demo.warm_up import (
+    MAX_TOKENS,
+    Evaluation,
+    WarmUpOptions,
+    evaluate,
+    held_out_questions,
+    warm_up,
+)
 from hybridflow.errors import ConfigError
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.observability.machine import machine_facts

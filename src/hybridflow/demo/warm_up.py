@@ -1,6 +1,8 @@
 """The warm-up of the tiny task: a new model reads worked answers until it has some questions right.
 
 model folder ──SFT, looking at held-out accuracy now and then──► warm model folder
+
+`evaluate` takes the held-out accuracy of a policy on the task, greedy or sampled, with texts for the reader.
 """
 
 from __future__ import annotations
@@ -11,22 +13,80 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hybridflow.agent.single_turn import build_requests
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.data.build import build_prompt_data
 from hybridflow.data.loader import MapDataset
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
-from hybridflow.demo.evaluate import MAX_TOKENS, evaluate
+from hybridflow.rewards.functions.arithmetic_chain import compute_score
+from hybridflow.rollout.base import SamplingParams
 from hybridflow.trainer.sft.build import build as build_sft
 from hybridflow.workers import RolloutGroup
 
 logger = logging.getLogger(__name__)
-
+MAX_TOKENS = 48
+"""Longest response, as in the recipes of the tiny task."""
 FIRST_LOOK = 256
 """Held-out questions that are tried first; all of them are, once these come near the mark."""
 MARGIN = 0.12
 """How near: four standard errors of the accuracy on `FIRST_LOOK` questions."""
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Answers of a policy to the held-out questions, and their accuracy."""
+
+    accuracy: float
+    """Share of right answers, in [0, 1]."""
+    pass_rate: float
+    """Share of questions with at least one right answer (pass@n), in [0, 1]; the accuracy where n is 1."""
+    mean_length: float
+    """Tokens of a response, the end token included."""
+    samples: list[dict[str, object]]
+    """Each response with its question, truth and score."""
+
+
+def evaluate(
+    rollout: RolloutGroup,
+    tokenizer: Tokenizer,
+    questions: MapDataset[PromptRow] | Sequence[PromptRow],
+    *,
+    max_tokens: int,
+    greedy: bool,
+    seed: int,
+    n: int = 1,
+) -> Evaluation:
+    """Answer each question `n` times with the current weights and score it; sampled at temperature 1."""
+    prompts = [questions[index] for index in range(len(questions))]
+    sampling = SamplingParams(max_tokens=max_tokens, greedy=greedy)
+    batch = build_requests(prompts, sampling, n=n, seed=seed, purpose="demo_evaluation", step=0)
+    responses = [output.token_ids for output in rollout.generate(batch.requests).outputs]
+    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    samples: list[dict[str, object]] = []
+    scores: list[float] = []
+    for prompt, text in zip(batch.rows, texts, strict=True):
+        truth = prompt.row["reward_model"]["ground_truth"]
+        result = compute_score("arithmetic_chain", text, truth)
+        if isinstance(result, dict):
+            result = result["score"]
+        scores.append(float(result))
+        samples.append(
+            {
+                "question": prompt.row["prompt"][-1]["content"],
+                "response": text,
+                "ground_truth": truth,
+                "score": scores[-1],
+            }
+        )
+    best = [max(scores[start : start + n]) for start in range(0, len(scores), n)]
+    return Evaluation(
+        accuracy=sum(scores) / len(scores),
+        pass_rate=sum(best) / len(best),
+        mean_length=sum(len(response) for response in responses) / len(responses),
+        samples=samples,
+    )
 
 
 @dataclass(frozen=True)

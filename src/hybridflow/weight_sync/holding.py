@@ -11,8 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hybridflow.distributed.bit_sum import bit_sum
-from hybridflow.distributed.boxes import Box
+from hybridflow.distributed.boxes import Box, bit_sum
 from hybridflow.distributed.replica_ranks import ReplicaRanks
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.twin import Twin

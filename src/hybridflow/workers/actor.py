@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hybridflow.algorithms.aggregation import LossScale
-from hybridflow.algorithms.masked import masked_sum
+from hybridflow.algorithms.aggregation import LossScale, masked_sum
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.needs import wants_full_kl
 from hybridflow.controller import Dispatch, register

@@ -28,7 +28,7 @@ from hybridflow.rollout.vllm.build import build_vllm_engine
 from hybridflow.weight_sync.holding import Holding
 from hybridflow.weight_sync.local_push import LocalPush, StagedPush
 from hybridflow.weight_sync.remote_push import RemotePush
-from hybridflow.weight_sync.sources import GatheredTwin, OffloadedSource
+from hybridflow.weight_sync.reshard import GatheredTwin, OffloadedSource
 from hybridflow.workers.rollout import RolloutWorker
 
 

@@ -17,7 +17,7 @@ from itertools import count
 from typing import Any, Literal, TypeVar
 
 from hybridflow.controller import Future, WorkerGroup
-from hybridflow.controller.dealing import cut_items, plan_items
+from hybridflow.controller.mesh import cut_items, plan_items
 from hybridflow.errors import RolloutError, WorkerError, WorkerLost
 from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Occupancy

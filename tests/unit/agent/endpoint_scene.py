@@ -10,7 +10,7 @@ from dataclasses import replace
 from spoken_engine import LIMITS, episode
 
 from hybridflow.agent.endpoint import Endpoint
-from hybridflow.agent.policy import Policy
+from hybridflow.agent.episode import Policy
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
 from hybridflow.rollout.base import SamplingParams

@@ -12,10 +12,8 @@ from dataclasses import replace
 import pytest
 from spoken_engine import LIMITS, FakeSession, client_of, episode
 
-from hybridflow.agent.concurrency import Concurrency, Limit
-from hybridflow.agent.episode import AgentResult, Episode, LengthReached, TrajectoryFailed
-from hybridflow.agent.policy import Policy
-from hybridflow.agent.runner import Runner
+from hybridflow.agent.episode import AgentResult, Episode, LengthReached, Policy, TrajectoryFailed
+from hybridflow.agent.runner import Concurrency, Limit, Runner
 from hybridflow.config.agent import AgentConfig, RetriesConfig
 from hybridflow.errors import DataError
 from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer

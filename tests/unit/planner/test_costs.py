@@ -6,8 +6,7 @@ import math
 
 import pytest
 
-from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import ModelConfig
+from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.planner.costs import Costs, Efficiency, Rows
 from hybridflow.planner.hardware import HARDWARE, Cluster, read_devices

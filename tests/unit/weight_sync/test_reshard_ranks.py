@@ -22,8 +22,7 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.models.twin import Twin
 from hybridflow.rollout.base import WeightSource
 from hybridflow.rollout.native.engine import NativeEngine
-from hybridflow.weight_sync.reshard import Reshard
-from hybridflow.weight_sync.sources import GatheredTwin, OffloadedSource
+from hybridflow.weight_sync.reshard import GatheredTwin, OffloadedSource, Reshard
 from ranks import Ranks
 
 CPU = torch.device("cpu")

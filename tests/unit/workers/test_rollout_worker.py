@@ -15,9 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hybridflow.config.actor_rollout_ref import ActorConfig, RolloutConfig
 from hybridflow.config.model import OptimConfig
 from hybridflow.controller import LocalBackend, MeshInfo
-from hybridflow.controller.dealing import cut_items, plan_items
-from hybridflow.distributed.bit_sum import bit_sum
-from hybridflow.distributed.boxes import Box
+from hybridflow.controller.mesh import cut_items, plan_items
+from hybridflow.distributed.boxes import Box, bit_sum
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.distributed.shards import local
 from hybridflow.engines import BatchLimits

@@ -29,10 +29,9 @@ from hybridflow.episodes.planning import validation_requests
 from hybridflow.observability.progress import duration, progress
 from hybridflow.protocol.trajectory import Trajectory
 from hybridflow.rewards.build import build_reward_manager
-from hybridflow.trainer.evaluation.answers import Answer, AnswerFile
 from hybridflow.trainer.evaluation.main import Endpoint, Subject
 from hybridflow.trainer.evaluation.responses import RESPONSES, write_responses
-from hybridflow.trainer.evaluation.results import AnswerScores, summarise, write_results
+from hybridflow.trainer.evaluation.results import Answer, AnswerFile, AnswerScores, summarise, write_results
 from hybridflow.trainer.ppo.model_rewards import add_reward_model
 from hybridflow.trainer.ppo.parallel_layout import meshes
 from hybridflow.trainer.ppo.role_builders import RoleBuilders, RunFacts, facts_of

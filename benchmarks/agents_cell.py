@@ -21,8 +21,7 @@ from learn_settings import write_json
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.environments.built_in import CALL_WORDS
-from hybridflow.models.tiny import create_tiny_model
-from hybridflow.models.tiny_tokenizer import create_tiny_tool_tokenizer
+from hybridflow.models.tiny import create_tiny_model, create_tiny_tool_tokenizer
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.trainer.ppo.build import build

@@ -27,8 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from hybridflow.config.checks.root import find_notes, find_problems
 from hybridflow.config.convert import WRONG, WrongKeyRead, convert_what_fits, raise_all, suggest, unknown_key
-from hybridflow.config.hydra_flags import read_flags
-from hybridflow.config.recipes import check_command, read_recipe, recipe_hint
+from hybridflow.config.recipes import check_command, read_flags, read_recipe, recipe_hint
 from hybridflow.config.relations import shown
 from hybridflow.config.resolve import resolve
 from hybridflow.config.root import PPOConfig, SFTConfig

@@ -18,9 +18,8 @@ if TYPE_CHECKING:
     from hybridflow.controller.worker_group import WorkerGroup
 
 _HOMES = {
-    "backend": ("Backend",),
+    "backend": ("Backend", "Future", "Part"),
     "dispatch": ("Call", "Dealt", "Dispatch", "register"),
-    "future": ("Future", "Part"),
     "local": ("LocalBackend", "Make", "WorkerHost"),
     "mesh": ("MeshInfo",),
     "resource_pool": ("Placement", "ResourcePool"),

@@ -25,9 +25,8 @@ from hybridflow.config.needs import (
     rows_per_prompt,
 )
 from hybridflow.distributed.layout import ParallelLayout
-from hybridflow.planner.costs import Costs, Rows
+from hybridflow.planner.costs import Costs, Lengths, Rows
 from hybridflow.planner.hardware import CPU, sizes_of_pools
-from hybridflow.planner.lengths import Lengths
 from hybridflow.planner.memory import (
     Needs,
     PlannedReplica,

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.distributed.boxes import Box, bit_sum
-from hybridflow.distributed.replica_ranks import ReplicaRanks
+from hybridflow.distributed.process_group import ReplicaRanks
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.twin import Twin
 

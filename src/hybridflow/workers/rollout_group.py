@@ -23,9 +23,9 @@ from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Occupancy
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats
 from hybridflow.rollout.client import LLMClient, in_own_loop
-from hybridflow.rollout.requests import check_ids
+from hybridflow.rollout.session_engine import check_ids
 from hybridflow.stop_token import stop_token
-from hybridflow.weight_sync.remote_push import WeightShare
+from hybridflow.weight_sync.push import WeightShare
 from hybridflow.workers.actor import ActorGroup, ActorWorker
 from hybridflow.workers.rollout import FinishedOutputs, Kind, Paused, RolloutWorker
 from hybridflow.workers.rollout_replica import WorkerReplica

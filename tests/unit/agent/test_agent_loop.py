@@ -30,7 +30,7 @@ from hybridflow.config.agent import AgentConfig, RetriesConfig
 from hybridflow.config.convert import convert
 from hybridflow.episodes.agents import Agents
 from hybridflow.errors import ConfigError
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.models.tiny import create_tiny_tokenizer
 from hybridflow.processes.local import LocalHosts
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.trajectory import Call, Trajectory, rows_of

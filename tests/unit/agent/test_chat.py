@@ -23,7 +23,7 @@ from hybridflow.agent.tool_parser import FunctionCall, ToolParser
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig, RetriesConfig
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.errors import ConfigError
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.models.tiny import create_tiny_tokenizer
 from hybridflow.processes.hosts import Hosts
 from hybridflow.processes.local import HostsLike, LocalHosts
 from hybridflow.protocol.trajectory import Trajectory

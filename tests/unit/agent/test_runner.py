@@ -16,7 +16,7 @@ from hybridflow.agent.episode import AgentResult, Episode, LengthReached, Policy
 from hybridflow.agent.runner import Concurrency, Limit, Runner
 from hybridflow.config.agent import AgentConfig, RetriesConfig
 from hybridflow.errors import DataError
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.models.tiny import create_tiny_tokenizer
 from hybridflow.processes.local import LocalHosts
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.trajectory import Call, Trajectory

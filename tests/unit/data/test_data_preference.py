@@ -13,7 +13,7 @@ from hybridflow.data.preference import CHOSEN, MISMATCHED, REJECTED, Comparison,
 from hybridflow.data.row_schema import steps_of, transcript
 from hybridflow.data.tasks.arithmetic_chain import STEP_END, ArithmeticPreferences
 from hybridflow.errors import DataError
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.models.tiny import create_tiny_tokenizer
 
 TOKENIZER = create_tiny_tokenizer()
 ASKED = [{"role": "user", "content": "1 + 1"}]

@@ -14,7 +14,7 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from hybridflow.data.tokenizer import encode_rendered
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.models.tiny import create_tiny_tokenizer
 from hybridflow.rollout.base import GenerationOutput, PartialOutput, SamplingParams
 from hybridflow.rollout.server.job import Job, ToolUse
 from hybridflow.rollout.server.model import BYTE_OF, Detokenizer, ServedModel, StopCutter, TokenNames

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hybridflow.distributed.boxes import Box
-from hybridflow.distributed.replica_ranks import ReplicaRanks
+from hybridflow.distributed.process_group import ReplicaRanks
 from hybridflow.distributed.shards import local, own_box
 from hybridflow.engines.fsdp.sharding import held_weights
 from hybridflow.errors import RolloutError

@@ -30,7 +30,7 @@ from hybridflow.rollout.base import GenerationOutput, GenerationRequest, Rollout
 from hybridflow.rollout.hf.engine import HFEngine
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.weight_sync import holding, reshard
-from hybridflow.weight_sync.remote_push import WeightShare, deal_tensors
+from hybridflow.weight_sync.push import WeightShare, deal_tensors
 from hybridflow.workers.actor import ActorGroup, ActorWorker
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_build import build_rollout_worker

@@ -46,8 +46,14 @@ from hybridflow.rollout.hf.row import Row
 from hybridflow.rollout.memory import give_back
 from hybridflow.rollout.native.responses import Decode, StopTexts
 from hybridflow.rollout.native.sampling import sampling_problem
-from hybridflow.rollout.requests import aborted, check_ids, request_problem, sort_out
-from hybridflow.rollout.session_engine import SessionEngine, load_weights
+from hybridflow.rollout.session_engine import (
+    SessionEngine,
+    aborted,
+    check_ids,
+    load_weights,
+    request_problem,
+    sort_out,
+)
 
 logger = logging.getLogger(__name__)
 

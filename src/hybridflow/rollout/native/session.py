@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridflow.distributed.replica_ranks import ReplicaRanks
+from hybridflow.distributed.process_group import ReplicaRanks
 from hybridflow.distributed.transfers import to_device
 from hybridflow.errors import RolloutError
 from hybridflow.models import kv_cache
@@ -40,7 +40,7 @@ from hybridflow.rollout.native.responses import Choice, Row, StopTexts, begun_be
 from hybridflow.rollout.native.rows import RowTable
 from hybridflow.rollout.native.scheduler import Admission, Scheduler
 from hybridflow.rollout.native.step import Span, add_routes, decode_rows, prefill
-from hybridflow.rollout.requests import aborted, check_ids, sort_out
+from hybridflow.rollout.session_engine import aborted, check_ids, sort_out
 
 
 class Weights(NamedTuple):

@@ -31,7 +31,8 @@ from hybridflow.rollout.base import (
     SamplingParams,
 )
 from hybridflow.rollout.openai.wire import completion_body, finish_of, read_completion, sampling_fields
-from hybridflow.rollout.requests import (
+from hybridflow.rollout.session_engine import (
+    SessionEngine,
     aborted,
     check_ids,
     refused,
@@ -40,7 +41,6 @@ from hybridflow.rollout.requests import (
     rest_problem,
     whole_of,
 )
-from hybridflow.rollout.session_engine import SessionEngine
 
 try:
     import httpx

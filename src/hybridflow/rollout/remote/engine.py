@@ -27,8 +27,15 @@ from hybridflow.rollout.base import (
 )
 from hybridflow.rollout.push.receiver import NOTHING, Weights
 from hybridflow.rollout.remote.runner import EngineDied, Piece, Runner, Submission
-from hybridflow.rollout.requests import check_ids, request_problem, rest_of, rest_problem, sort_out, whole_of
-from hybridflow.rollout.session_engine import SessionEngine
+from hybridflow.rollout.session_engine import (
+    SessionEngine,
+    check_ids,
+    request_problem,
+    rest_of,
+    rest_problem,
+    sort_out,
+    whole_of,
+)
 
 logger = logging.getLogger(__name__)
 PARTS = ("weights", "kv_cache")

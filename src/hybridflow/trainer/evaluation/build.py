@@ -36,7 +36,7 @@ from hybridflow.trainer.ppo.model_rewards import add_reward_model
 from hybridflow.trainer.ppo.parallel_layout import meshes
 from hybridflow.trainer.ppo.role_builders import RoleBuilders, RunFacts, facts_of
 from hybridflow.trainer.run import Run, started
-from hybridflow.weight_sync.local_push import StagedPush
+from hybridflow.weight_sync.push import StagedPush
 from hybridflow.workers import RewardModelGroup, RolloutGroup, RolloutWorker
 
 logger = logging.getLogger(__name__)

@@ -12,7 +12,7 @@ from simulated_accelerator import counts
 from simulated_accelerator.row import ROW
 from torch import Tensor
 
-from hybridflow.distributed.boxes import Box, bit_sum
+from hybridflow.distributed.shards import Box, bit_sum
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.push import sender as sending
 from hybridflow.rollout.push.receiver import NOTHING, Receiver

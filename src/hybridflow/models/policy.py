@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from hybridflow.distributed.boxes import Box, bit_sum
+from hybridflow.distributed.shards import Box, bit_sum
 from hybridflow.errors import ModelError
 from hybridflow.models.attention import ATTENTION_NAME, Layout, PackedLayout, attention
 from hybridflow.models.compiled_decoder import CompiledDecoder, apart, roundings, say_plain

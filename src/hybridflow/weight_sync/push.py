@@ -19,8 +19,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hybridflow.distributed.boxes import Box
 from hybridflow.distributed.process_group import gather_objects, rank_and_size
+from hybridflow.distributed.shards import Box
 from hybridflow.engines import TrainEngine
 from hybridflow.errors import RolloutError
 from hybridflow.models.export import plain_weights, whole_tensors

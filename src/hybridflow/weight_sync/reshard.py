@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hybridflow.distributed.boxes import Box, bit_sum
 from hybridflow.distributed.process_group import gather_objects, min_over, rank_and_size
+from hybridflow.distributed.shards import Box, bit_sum
 from hybridflow.engines import Held, TrainEngine
 from hybridflow.errors import RolloutError
 from hybridflow.models.twin import Twin

@@ -21,8 +21,8 @@ from hybridflow.algorithms.preference import bradley_terry, dpo, ipo, kto, kto_r
 from hybridflow.config.preference import PreferenceConfig
 from hybridflow.controller import Backend, Dispatch, register
 from hybridflow.data.preference import CHOSEN, MISMATCHED
-from hybridflow.distributed.boxes import bit_sum
 from hybridflow.distributed.process_group import gather_objects
+from hybridflow.distributed.shards import bit_sum
 from hybridflow.engines import Ask, BatchLimits, TrainEngine
 from hybridflow.models.ask import Answers
 from hybridflow.observability.metrics import Metrics

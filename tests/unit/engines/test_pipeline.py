@@ -17,7 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from hybridflow.config.model import FSDPConfig
 from hybridflow.distributed.shards import is_absent
 from hybridflow.engines import Ask, BatchLimits
-from hybridflow.engines.pipeline.engine import Pass, one_forward_one_backward
+from hybridflow.engines.pipeline import Pass, one_forward_one_backward
 from hybridflow.errors import ModelError
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.policy import PolicyModel

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from hybridflow.distributed.boxes import Box, bit_sum
+from hybridflow.distributed.shards import Box, bit_sum
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.push import channel as channels
 from hybridflow.rollout.push import receiver as receiving

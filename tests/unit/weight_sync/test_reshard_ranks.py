@@ -12,9 +12,8 @@ from sync_models import policy, requests, spread, state
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hybridflow.distributed.boxes import Box
 from hybridflow.distributed.process_group import ReplicaRanks
-from hybridflow.distributed.shards import local, own_box
+from hybridflow.distributed.shards import Box, local, own_box
 from hybridflow.engines.fsdp.sharding import held_weights
 from hybridflow.errors import RolloutError
 from hybridflow.models.lora import LoraSettings, add_lora

@@ -16,9 +16,8 @@ from hybridflow.config.actor_rollout_ref import ActorConfig, RolloutConfig
 from hybridflow.config.model import OptimConfig
 from hybridflow.controller import LocalBackend, MeshInfo
 from hybridflow.controller.mesh import cut_items, plan_items
-from hybridflow.distributed.boxes import Box, bit_sum
 from hybridflow.distributed.layout import ParallelLayout
-from hybridflow.distributed.shards import local
+from hybridflow.distributed.shards import Box, bit_sum, local
 from hybridflow.engines import BatchLimits
 from hybridflow.engines.build import build_engine
 from hybridflow.engines.fsdp import FSDPEngine

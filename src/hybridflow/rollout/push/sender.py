@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.distributed.accelerators import features
-from hybridflow.distributed.boxes import bit_sums
+from hybridflow.distributed.shards import bit_sums
 from hybridflow.distributed.transfers import HostCopy
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.push.channel import LOOPBACK, Channel, Listener

@@ -36,13 +36,12 @@ from hybridflow.rollout.server.answers import written_message
 from hybridflow.rollout.server.app import API_PATHS, Gate, build_api
 from hybridflow.rollout.server.errors import ApiError, ErrorResponse, refuse
 from hybridflow.rollout.server.job import Job, chat_job, completion_job
-from hybridflow.rollout.server.metrics import Metrics
 from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.prompts import Check, JobReaders, check_characters, template_errors_refused
 from hybridflow.rollout.server.reading import ChoiceReader, Piece
 from hybridflow.rollout.server.run import LoopServer
 from hybridflow.rollout.server.schema import ChatBody, CompletionBody, SamplingBody
-from hybridflow.rollout.server.service import Limits, cancel
+from hybridflow.rollout.server.service import Limits, Metrics, cancel
 
 logger = logging.getLogger(__name__)
 

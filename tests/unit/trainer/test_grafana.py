@@ -17,7 +17,7 @@ from tiny_trainer import build, ppo_config, tiny_model
 
 from hybridflow.observability.trackers import Trackers
 from hybridflow.observability.trackers.base import BackgroundTracker
-from hybridflow.rollout.server.metrics import Metrics
+from hybridflow.rollout.server.service import Metrics
 
 ROOT = Path(__file__).resolve().parents[3]
 GRAFANA = ROOT / "docker" / "grafana"

@@ -28,13 +28,12 @@ from hybridflow.rollout.server.answers import Answer, ChatAnswer, CompletionAnsw
 from hybridflow.rollout.server.errors import MESSAGES_PATH, ApiError, ErrorResponse
 from hybridflow.rollout.server.job import Job
 from hybridflow.rollout.server.messages import MessagesAnswer, MessagesBody
-from hybridflow.rollout.server.metrics import Metrics
 from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.prompts import Check, JobReaders
 from hybridflow.rollout.server.reading import Piece
 from hybridflow.rollout.server.responses import ResponsesAnswer, ResponsesBody
 from hybridflow.rollout.server.schema import ChatBody, CompletionBody
-from hybridflow.rollout.server.service import Limits, Service
+from hybridflow.rollout.server.service import Limits, Metrics, Service
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")

@@ -20,9 +20,8 @@ from learn_settings import write_json
 
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.load import prepare_config
-from hybridflow.environments.demonstrations import WORDS
-from hybridflow.models.tiny import create_tiny_model
-from hybridflow.models.tiny_tokenizer import create_tiny_tool_tokenizer
+from hybridflow.environments.built_in import CALL_WORDS
+from hybridflow.models.tiny import create_tiny_model, create_tiny_tool_tokenizer
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.trainer.ppo.build import build
@@ -39,7 +38,7 @@ def make_warm_start(cell: Cell) -> None:
     seconds = time.perf_counter()
     folder = cell.warm
     shutil.rmtree(folder, ignore_errors=True)
-    tokenizer = create_tiny_tool_tokenizer((*WORDS, *HINTS))
+    tokenizer = create_tiny_tool_tokenizer((*CALL_WORDS, *HINTS))
     model = create_tiny_model(folder / "model", tokenizer=tokenizer, seed=cell.seed)
     steps = _snapshots(cell)
     data = _config(cell, model, folder / "look").data

@@ -46,7 +46,7 @@ from hybridflow.checkpoint.layout import MODEL
 from hybridflow.checkpoint.shard_index import read_tensors
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import load_config, prepare_config
-from hybridflow.demo.warm_up import WarmUpOptions, warm_up
+from hybridflow.demo.demo import WarmUpOptions, warm_up
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.protocol import DataProto

@@ -21,8 +21,7 @@ from side_by_side import machine
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.data.tasks.one_liners import BEGIN, OPERATORS
-from hybridflow.models.tiny import create_tiny_model
-from hybridflow.models.tiny_tokenizer import create_tiny_tool_tokenizer
+from hybridflow.models.tiny import create_tiny_model, create_tiny_tool_tokenizer
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.trainer.ppo.build import build
 from hybridflow.trainer.sft.build import build as build_sft

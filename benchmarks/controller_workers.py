@@ -25,9 +25,9 @@ from hybridflow.controller import (
     WorkerHost,
     register,
 )
-from hybridflow.controller.dealing import cut_items, plan_items
 from hybridflow.controller.dispatch import Lane
 from hybridflow.controller.local import in_memory
+from hybridflow.controller.mesh import cut_items, plan_items
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.workers.mini_batches import MiniBatchPlan, add_update, mini_batches

@@ -26,9 +26,8 @@ from side_by_side import machine
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.controller.ray.backend import RayBackend
-from hybridflow.controller.ray.parts import RayPart, Traffic
-from hybridflow.models.tiny import create_tiny_model
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.controller.ray.running import RayPart, Traffic
+from hybridflow.models.tiny import create_tiny_model, create_tiny_tokenizer
 from hybridflow.trainer.ppo.build import build
 
 RESULT = Path(__file__).parent / "results" / "driver_bytes.md"

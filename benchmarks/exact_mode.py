@@ -30,7 +30,7 @@ from side_by_side import machine, verdict
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
-from hybridflow.demo.warm_up import WarmUpOptions, warm_up
+from hybridflow.demo.demo import WarmUpOptions, warm_up
 from hybridflow.models.exact_mode import ExactMode
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.protocol.prompt import Prompt

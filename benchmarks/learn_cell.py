@@ -36,8 +36,7 @@ from learn_settings import (
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
-from hybridflow.demo.evaluate import MAX_TOKENS, evaluate
-from hybridflow.demo.warm_up import WarmUpOptions, held_out_questions, warm_up
+from hybridflow.demo.demo import MAX_TOKENS, WarmUpOptions, evaluate, held_out_questions, warm_up
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.observability.logging_setup import setup_logging
 from hybridflow.trainer.ppo.build import PPOTrainer, build

@@ -20,12 +20,10 @@ from typing import Any
 
 import yaml
 
-from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import ModelConfig
+from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.distributed.layout import ParallelLayout
-from hybridflow.planner.costs import Costs, Efficiency, Rows
+from hybridflow.planner.costs import Costs, Efficiency, Lengths, Rows
 from hybridflow.planner.hardware import HARDWARE, Cluster
-from hybridflow.planner.lengths import Lengths
 from hybridflow.planner.memory import RoleEngine
 from hybridflow.planner.model_shape import shape_of
 

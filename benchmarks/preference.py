@@ -289,7 +289,7 @@ def model_of(options: argparse.Namespace, folder: Path) -> Path:
     """The model that knows the task; the demo's warm-up makes it once."""
     if options.model:
         return Path(options.model)
-    from hybridflow.demo.warm_up import WarmUpOptions, warm_up
+    from hybridflow.demo.demo import WarmUpOptions, warm_up
     from hybridflow.models.tiny import create_tiny_model
 
     if not (folder / "sft" / "model").is_dir():

@@ -76,9 +76,9 @@ RANDOM_REWARD = "reward.function=random"
 MODELS = """
 import sys
 from pathlib import Path
-from hybridflow.environments.demonstrations import WORDS
+from hybridflow.environments.built_in import WORDS
 from hybridflow.models.tiny import create_tiny_model
-from hybridflow.models.tiny_tokenizer import create_tiny_tool_tokenizer
+from hybridflow.models.tiny import create_tiny_tool_tokenizer
 folder = Path(sys.argv[1])
 sys.path.insert(0, sys.argv[2])
 from tiny_vlm import create_tiny_vlm

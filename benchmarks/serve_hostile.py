@@ -36,8 +36,7 @@ import httpx
 import psutil
 import torch
 
-from hybridflow.models.tiny import create_tiny_model
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.models.tiny import create_tiny_model, create_tiny_tokenizer
 
 RESULT = Path(__file__).parent / "results" / "serve_hostile"
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"

@@ -21,7 +21,7 @@ from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImag
 
 from hybridflow.models.build import auto_class
 from hybridflow.models.progress import without_progress_bars
-from hybridflow.models.tiny_tokenizer import word_tokenizer
+from hybridflow.models.tiny import word_tokenizer
 
 PICTURE = 16
 """Side of the pictures that the models are made for, in pixels."""

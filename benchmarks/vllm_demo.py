@@ -30,8 +30,7 @@ from torch import Tensor
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
-from hybridflow.demo.demo import DemoOptions, reinforce
-from hybridflow.demo.warm_up import WarmUpOptions, warm_up
+from hybridflow.demo.demo import DemoOptions, WarmUpOptions, reinforce, warm_up
 from hybridflow.errors import RolloutError
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.observability.logging_setup import setup_logging

@@ -7,7 +7,7 @@ set -eu
 cd "$(dirname "$0")/.."
 VENV=${VENV:-.venv-sglang}
 BASE=${BASE:-.venv-vllm}
-VERSION=0.5.23  # what the tests were run with, and whose sampler hybridflow.rollout.sglang.sampler knows
+VERSION=0.5.23  # what the tests were run with, and whose sampler hybridflow.rollout.sglang.loader knows
 BIN=$VENV/bin
 test -e "$BASE/.ready" || VENV=$BASE scripts/setup_vllm.sh
 test -x "$BIN/python" || "$BASE/bin/python" -m venv "$VENV"

@@ -17,7 +17,7 @@ from typing import Any
 from rows import argument_parser, write_splits
 
 from hybridflow.config.preference import PreferenceDataConfig
-from hybridflow.data.comparisons import answers_of_pair
+from hybridflow.data.row_schema import answers_of_pair
 
 DATASETS: dict[str, tuple[str, Mapping[str, tuple[str, str]]]] = {
     "hh_rlhf": ("Anthropic/hh-rlhf", {}),

@@ -14,7 +14,7 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from hybridflow.data.hub_upload import HubUpload
+from hybridflow.data.remote import HubUpload
 from hybridflow.errors import ConfigError
 from hybridflow.merger import compare, merge
 from hybridflow.observability.logging_setup import setup_logging

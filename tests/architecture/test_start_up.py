@@ -50,7 +50,7 @@ def test_help_shows_without_torch() -> None:
 
 
 def test_a_reward_worker_is_light() -> None:
-    process = run("import hybridflow.rewards.worker, hybridflow.rewards.build")
+    process = run("import hybridflow.rewards.call, hybridflow.rewards.build")
     assert not process.modules & {"torch", "ray", "transformers"}
 
 

@@ -26,7 +26,7 @@ from hybridflow.rollout.base import GenerationOutput, GenerationRequest, Rollout
 from hybridflow.rollout.engine_replica import EngineReplica
 from hybridflow.rollout.hf.engine import HFEngine
 from hybridflow.weight_sync.holding import Holding
-from hybridflow.weight_sync.remote_push import RemotePush, WeightShare
+from hybridflow.weight_sync.push import RemotePush, WeightShare
 
 END = 3
 MAX_ROWS = 64

@@ -53,7 +53,7 @@ STORE = "hybridflow.checkpoint.store"
 MOMENTS = {
     "rollout": Moment("hybridflow.rollout.native.session:Session.step", call=5),
     "update": Moment("hybridflow.engines.optimizer:MasterAdamW.step", call=2, after=True),
-    "save, some roles written": Moment("hybridflow.checkpoint.shard_storage:write_tensors", after=True),
+    "save, some roles written": Moment("hybridflow.checkpoint.sharded:write_tensors", after=True),
     "save, states of the driver written": Moment(f"{STORE}:save_tree", call=2, after=True),
     "reward": Moment("hybridflow.rewards.manager:RewardSession.result"),
     "update, in the backward": Moment("hybridflow.engines.optimizer:MasterAdamW.gradient_norm"),

@@ -25,7 +25,7 @@ from tiny_run import Inputs, gsm8k_rows, small_run, write_parquet
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.models.tiny import create_tiny_tokenizer
 from hybridflow.protocol.randomness import derive_seed
 from hybridflow.rollout.base import EngineSession, GenerationOutput, GenerationRequest
 from hybridflow.trainer.ppo.build import build

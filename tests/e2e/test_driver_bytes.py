@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.controller.ray.parts import Traffic
+from hybridflow.controller.ray.running import Traffic
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.distributed.bit_sum import bit_sum
-from hybridflow.distributed.boxes import Box
+from hybridflow.distributed.shards import Box, bit_sum
 from hybridflow.rollout.push.receiver import Receiver
 from hybridflow.rollout.push.sender import push
 

@@ -18,7 +18,7 @@ from hybridflow.algorithms.advantages.gae import gae
 from hybridflow.algorithms.advantages.gdpo import gdpo
 from hybridflow.algorithms.advantages.prime import prime
 from hybridflow.algorithms.advantages.reinforce_plus_plus import reinforce_plus_plus_baseline
-from hybridflow.algorithms.masked import masked_whiten
+from hybridflow.algorithms.aggregation import masked_whiten
 
 Columns = dict[str, Any]
 EXACT = {"rtol": 1e-9, "atol": 1e-9}

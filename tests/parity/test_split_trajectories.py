@@ -27,7 +27,7 @@ from hybridflow.config.algorithm import (
     PFPPOConfig,
     RolloutCorrectionConfig,
 )
-from hybridflow.config.critic import CriticConfig
+from hybridflow.config.root import CriticConfig
 from hybridflow.episodes.filters import filter_overlong, groups_to_keep, metric_values, shape_overlong
 from hybridflow.episodes.pipeline import _baselines_as_column
 from hybridflow.errors import ConfigError

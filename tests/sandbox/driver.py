@@ -15,7 +15,7 @@ import os
 import sys
 from pathlib import Path
 
-from hybridflow.config.sandbox import SandboxConfig
+from hybridflow.config.reward import SandboxConfig
 from hybridflow.errors import ConfigError
 from hybridflow.sandbox import system_calls
 from hybridflow.sandbox.cgroup import PREFIX, parents

@@ -19,7 +19,7 @@ sys.path += [str(TESTS), str(TESTS / "unit" / "engines")]  # behind this folder,
 
 from sharded_runs import Run, save_tiny  # noqa: E402
 
-from hybridflow.config.fsdp import FSDPConfig  # noqa: E402
+from hybridflow.config.model import FSDPConfig  # noqa: E402
 from hybridflow.engines import BatchLimits  # noqa: E402
 from hybridflow.models.lora import LoraSettings  # noqa: E402
 from hybridflow.models.tiny import create_tiny_model  # noqa: E402

@@ -12,8 +12,7 @@ from sharded_runs import Run, ask, build, dealt, save_tiny, whole
 from simulated_accelerator import counts, memory
 from torch import Tensor
 
-from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import OptimConfig
+from hybridflow.config.model import FSDPConfig, OptimConfig
 from hybridflow.distributed.accelerators import features
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.engines.fsdp.offload import ActivationOffload

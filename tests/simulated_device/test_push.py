@@ -12,8 +12,7 @@ from simulated_accelerator import counts
 from simulated_accelerator.row import ROW
 from torch import Tensor
 
-from hybridflow.distributed.bit_sum import bit_sum
-from hybridflow.distributed.boxes import Box
+from hybridflow.distributed.shards import Box, bit_sum
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.push import sender as sending
 from hybridflow.rollout.push.receiver import NOTHING, Receiver

@@ -9,9 +9,9 @@ import torch
 from sharded_runs import Run, ask, build, dealt, save_tiny
 from simulated_accelerator import counts
 
-from hybridflow.checkpoint import tensor_file
+from hybridflow.checkpoint import state
 from hybridflow.checkpoint.layout import shard_file
-from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.config.model import FSDPConfig
 from hybridflow.distributed.accelerators import features
 from hybridflow.distributed.transfers import HostBuffers
 from hybridflow.engines.fsdp import FSDPEngine
@@ -84,11 +84,11 @@ def test_the_bytes_are_those_that_the_host_would_write(
         "half": device.bfloat16(),
         "steps": torch.arange(5).to(SIM),
     }
-    wanted = tensor_file.write_tensors(tmp_path / "host", host)
-    for size in (tensor_file.GROUP_BYTES, 1500):
-        monkeypatch.setattr(tensor_file, "GROUP_BYTES", size)
+    wanted = state.write_tensors(tmp_path / "host", host)
+    for size in (state.GROUP_BYTES, 1500):
+        monkeypatch.setattr(state, "GROUP_BYTES", size)
         with counts.phase(f"groups of {size}") as phase:
-            assert tensor_file.write_tensors(tmp_path / f"{size}", there) == wanted
+            assert state.write_tensors(tmp_path / f"{size}", there) == wanted
         assert phase.num_waits == (1 if size > 1500 else 2) or not PINS
 
 

@@ -21,7 +21,7 @@ from hybridflow.rollout.push.transports import MEMORY
 from hybridflow.rollout.remote.model import ModelFacts
 from hybridflow.rollout.vllm.build import build_vllm_engine
 from hybridflow.rollout.vllm.engine import VLLMEngine
-from hybridflow.weight_sync.local_push import LocalPush
+from hybridflow.weight_sync.push import LocalPush
 
 TOLERANCE = 5e-4
 """nats. One multiplies base and adapters apart, the other together, and these adapters are large:

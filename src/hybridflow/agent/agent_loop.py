@@ -20,8 +20,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from hybridflow.agent.episode import AgentResult, Episode, TrajectoryFailed
-from hybridflow.agent.policy import Policy
+from hybridflow.agent.episode import AgentResult, Episode, Policy, TrajectoryFailed
 from hybridflow.config import PPOConfig
 from hybridflow.config.tree import to_tree
 from hybridflow.data.chat_template import ChatTemplate

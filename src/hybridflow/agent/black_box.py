@@ -19,9 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.agent.endpoint import Endpoint, Recording
-from hybridflow.agent.episode import AgentResult, Episode, TrajectoryFailed
+from hybridflow.agent.episode import AgentResult, Episode, Policy, TrajectoryFailed
 from hybridflow.agent.hosted_environment import failure_of
-from hybridflow.agent.policy import Policy
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.plugin import load_object
 from hybridflow.data.tokenizer import Tokenizer

@@ -16,9 +16,8 @@ from typing import TYPE_CHECKING, Any
 from hybridflow.agent.agent_loop import REGISTERED, AgentLoopAgent, AgentLoopBase
 from hybridflow.agent.chat import ChatAgent, ChatParts
 from hybridflow.agent.early_checks import AGENT_KEY, PATH_KEY, agent_entries, check_agent
-from hybridflow.agent.episode import Agent, AgentResult, Episode
+from hybridflow.agent.episode import Agent, AgentResult, Episode, Policy
 from hybridflow.agent.hosted_environment import EnvironmentSpec
-from hybridflow.agent.policy import Policy
 from hybridflow.config import PPOConfig
 from hybridflow.config.needs import longest_row
 from hybridflow.data.chat_template import ChatTemplate

@@ -18,9 +18,8 @@ from functools import cached_property
 from typing import Any
 
 from hybridflow.agent.conversation import Conversation, Message, messages_of
-from hybridflow.agent.episode import AgentResult, Episode, LengthReached, TrajectoryFailed
+from hybridflow.agent.episode import AgentResult, Episode, LengthReached, Policy, TrajectoryFailed
 from hybridflow.agent.hosted_environment import EnvironmentSpec, HostedEnvironment
-from hybridflow.agent.policy import Policy
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.data.chat_template import ChatTemplate, Difference
 from hybridflow.data.tokenizer import Tokenizer, text_of, without_special

@@ -12,11 +12,10 @@ from dataclasses import replace
 from typing import Any
 
 from hybridflow.agent.conversation import Conversation, Message, messages_of
-from hybridflow.agent.episode import AgentResult, Episode, LengthReached, TrajectoryFailed
-from hybridflow.agent.policy import Policy
+from hybridflow.agent.episode import AgentResult, Episode, LengthReached, Policy, TrajectoryFailed
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.interactions.load import load_interactions
+from hybridflow.interactions.environment import load_interactions
 from hybridflow.protocol.trajectory import FINISHED, TRUNCATED
 from hybridflow.rollout.base import GenerationOutput
 

@@ -15,7 +15,7 @@ from hybridflow.config.source_code import definition_of
 from hybridflow.data.plugin import check_signature, load_class, load_entries, load_object
 from hybridflow.environments.load import load_environment
 from hybridflow.errors import ConfigError
-from hybridflow.interactions.load import load_interactions
+from hybridflow.interactions.environment import load_interactions
 from hybridflow.tools.tool_config import load_functions, read_entries
 
 AGENT_KEY = "actor_rollout_ref.rollout.agent.default_agent_loop (or a row's agent_name)"

@@ -25,8 +25,7 @@ from typing import Any, TypeVar
 from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
-from hybridflow.agent.episode import LengthReached, TrajectoryFailed
-from hybridflow.agent.policy import Policy
+from hybridflow.agent.episode import LengthReached, Policy, TrajectoryFailed
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.tokenizer import encode_rendered
 from hybridflow.errors import DataError
@@ -34,18 +33,15 @@ from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.trajectory import FINISHED, TRUNCATED, FailureCause
 from hybridflow.rollout.base import GenerationOutput
 from hybridflow.rollout.server.answers import written_message
-from hybridflow.rollout.server.app import API_PATHS, build_api
+from hybridflow.rollout.server.app import API_PATHS, Gate, build_api
 from hybridflow.rollout.server.errors import ApiError, ErrorResponse, refuse
-from hybridflow.rollout.server.gate import Gate
 from hybridflow.rollout.server.job import Job, chat_job, completion_job
-from hybridflow.rollout.server.metrics import Metrics
 from hybridflow.rollout.server.model import ServedModel
-from hybridflow.rollout.server.prompts import check_characters, template_errors_refused
-from hybridflow.rollout.server.readers import Check, JobReaders
+from hybridflow.rollout.server.prompts import Check, JobReaders, check_characters, template_errors_refused
 from hybridflow.rollout.server.reading import ChoiceReader, Piece
 from hybridflow.rollout.server.run import LoopServer
 from hybridflow.rollout.server.schema import ChatBody, CompletionBody, SamplingBody
-from hybridflow.rollout.server.service import Limits, cancel
+from hybridflow.rollout.server.service import Limits, Metrics, cancel
 
 logger = logging.getLogger(__name__)
 

@@ -12,8 +12,8 @@ from typing import Any
 
 from torch import Tensor
 
+from hybridflow.algorithms.aggregation import at_least_float32, zero_outside
 from hybridflow.algorithms.catalog import KL_ESTIMATORS
-from hybridflow.algorithms.masked import at_least_float32, zero_outside
 from hybridflow.errors import ConfigError
 
 logger = logging.getLogger(__name__)

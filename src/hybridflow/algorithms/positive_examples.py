@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from hybridflow.algorithms.aggregation import LossScale
-from hybridflow.algorithms.masked import masked_sum
+from hybridflow.algorithms.aggregation import LossScale, masked_sum
 
 
 def positive_example_loss(log_prob: Tensor, mask: Tensor, positive: Tensor, scale: LossScale) -> Tensor:

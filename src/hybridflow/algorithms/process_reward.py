@@ -11,8 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from hybridflow.algorithms.aggregation import LossOutput, LossScale
-from hybridflow.algorithms.masked import masked_sum, zero_outside
+from hybridflow.algorithms.aggregation import LossOutput, LossScale, masked_sum, zero_outside
 from hybridflow.errors import ConfigError
 
 

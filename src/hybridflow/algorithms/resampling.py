@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hybridflow.algorithms.aggregation import at_least_float32
 from hybridflow.algorithms.catalog import RESAMPLING
-from hybridflow.algorithms.masked import at_least_float32
 from hybridflow.errors import ConfigError
 
 

@@ -17,8 +17,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.aggregation import Ratio
-from hybridflow.algorithms.masked import masked_mean, masked_sum, masked_var, zero_outside
+from hybridflow.algorithms.aggregation import Ratio, masked_mean, masked_sum, masked_var, zero_outside
 from hybridflow.errors import ConfigError
 
 LEVELS = ("token", "sequence")

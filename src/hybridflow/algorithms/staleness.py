@@ -15,8 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.aggregation import Ratio
-from hybridflow.algorithms.masked import masked_sum, zero_outside
+from hybridflow.algorithms.aggregation import Ratio, masked_sum, zero_outside
 
 
 class TrajectoryStaleness(NamedTuple):

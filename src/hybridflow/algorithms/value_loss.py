@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.aggregation import LossOutput, LossScale, aggregate
-from hybridflow.algorithms.masked import masked_sum, zero_outside
+from hybridflow.algorithms.aggregation import LossOutput, LossScale, aggregate, masked_sum, zero_outside
 
 
 def value_loss(

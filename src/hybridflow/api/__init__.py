@@ -2,7 +2,7 @@
 
 train(recipe, model, reward, dataset, …) ─► launch.py ─► the command's configuration and trainer ─► Run
     objects.py    functions and classes that no file has get a name
-    datasets.py   rows in memory become a file in the run folder
+    launch.py     rows in memory become a file in the run folder
     callbacks.py  listeners, called beside the trackers
     result.py     metrics, samples, report, checkpoint and model of a run folder
 """

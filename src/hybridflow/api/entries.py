@@ -19,8 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from hybridflow.api.callbacks import Callbacks
-from hybridflow.api.datasets import Dataset
-from hybridflow.api.launch import Call, Model, Overrides, launch, only_run
+from hybridflow.api.launch import Call, Dataset, Model, Overrides, launch, only_run
 from hybridflow.api.result import Run
 from hybridflow.config.own_code import DEFAULT_NAMES
 from hybridflow.config.source_code import IN_MEMORY, in_memory, shown

@@ -1,17 +1,23 @@
 """From the arguments of a call to a run of the command: its configuration, its trainer, its messages.
 
 arguments ──values──► prepare_config ──► data into the run folder ──► trainer/main.py: run ──► Run
+
+Data of a program become the files that a run reads.
+
+path, list of paths ──────────────────────────────────────► as they are
+list of dicts or texts, datasets.Dataset, DataFrame ──rows──► RUN/data/train.jsonl
 """
 
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,18 +25,16 @@ from typing import Any
 
 from hybridflow.api.build import save_loaded
 from hybridflow.api.callbacks import BY_CALLBACK, Callbacks, CallbackTracker, as_callbacks
-from hybridflow.api.datasets import Dataset, Rows, files_or_rows
 from hybridflow.api.result import Run
 from hybridflow.config import RUNS
 from hybridflow.config.load import Loaded, load_config, prepare_config
-from hybridflow.errors import ConfigError, Stopped
+from hybridflow.errors import ConfigError, DataError, Stopped
 from hybridflow.observability.notebook import displayed
 from hybridflow.trainer.fallback import fallback
 from hybridflow.trainer.main import run
 from hybridflow.trainer.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
-
 Model = str | os.PathLike[str] | Any
 """A folder, a hub name, or a loaded model of transformers."""
 Overrides = Mapping[str, Any] | Sequence[str]
@@ -40,6 +44,13 @@ START_MODEL = "start_model"
 """Folder in the run folder for a model that was given in memory."""
 
 _one_run = threading.Lock()
+Dataset = str | os.PathLike[str] | Sequence[Any]
+"""Paths, rows, or an object with rows such as a `datasets.Dataset` or a pandas DataFrame."""
+
+WANTED = (
+    "wanted a list of dicts or of texts, a datasets.Dataset, a pandas DataFrame, or paths of parquet, json "
+    "or jsonl files"
+)
 
 
 @dataclass(frozen=True)
@@ -260,3 +271,61 @@ def _outside_event_loop() -> Iterator[None]:
         asyncio._set_running_loop(loop)
         if task is not None:
             asyncio.tasks._enter_task(loop, task)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows that are in memory, and the name of the argument that they came by."""
+
+    argument: str
+    rows: Sequence[Any]
+
+    def write(self, file: Path) -> None:
+        """Write the rows as JSON lines, whole or not at all. Raises DataError for one that is no JSON."""
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(".partial")
+        with partial.open("w", encoding="utf-8") as lines:
+            for number, row in enumerate(self.rows):
+                lines.write(self._line(number, row))
+        os.replace(partial, file)
+
+    def _line(self, number: int, row: Any) -> str:
+        if isinstance(row, str):
+            row = {"prompt": row}
+        if not isinstance(row, Mapping):
+            raise DataError(f"{self.argument}, row {number}: got {type(row).__name__}, {WANTED}")
+        try:
+            line = json.dumps(dict(row), ensure_ascii=False, default=_as_json) + "\n"
+            line.encode("utf-8")  # half of a surrogate pair has no bytes
+            return line
+        except (TypeError, ValueError) as error:
+            raise DataError(
+                f"{self.argument}, row {number}: {error}; wanted texts, numbers, lists and dicts"
+            ) from error
+
+
+def files_or_rows(dataset: Dataset, argument: str) -> list[str] | Rows:
+    """Return the paths, or the rows that are to be written. Raises DataError for what is neither."""
+    if isinstance(dataset, str | os.PathLike):
+        return [os.fspath(dataset)]
+    frame: Any = dataset
+    if hasattr(frame, "iloc"):  # a pandas DataFrame, which iterates over its columns and has NaN for no value
+        dataset = frame.astype(object).where(frame.notna(), None).to_dict("records")
+    if isinstance(dataset, Mapping) or not hasattr(dataset, "__len__") or not isinstance(dataset, Iterable):
+        raise DataError(f"{argument}: got {type(dataset).__name__}, {WANTED}")
+    if not len(dataset):
+        raise DataError(f"{argument} is empty: it has no rows")
+    if all(isinstance(row, os.PathLike) or _is_file(row) for row in dataset):
+        return [os.fspath(row) for row in dataset]
+    return Rows(argument, dataset)
+
+
+def _is_file(row: Any) -> bool:
+    return isinstance(row, str) and row.endswith((".parquet", ".pq", ".json", ".jsonl", ".ndjson"))
+
+
+def _as_json(value: Any) -> Any:
+    """Return an array or a number of a library as JSON has them; TypeError for anything else."""
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"a {type(value).__name__} is no JSON")

@@ -27,8 +27,7 @@ from torch import Tensor
 
 from hybridflow.checkpoint.layout import SHARDS, STRUCTURE
 from hybridflow.checkpoint.manifest import as_count, as_counts, as_dict, as_list
-from hybridflow.checkpoint.state import decode_tree
-from hybridflow.checkpoint.tensor_file import DTYPE_NAMES, DTYPES
+from hybridflow.checkpoint.state import DTYPE_NAMES, DTYPES, decode_tree
 from hybridflow.errors import CheckpointError
 
 T = TypeVar("T")

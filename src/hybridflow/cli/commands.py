@@ -154,7 +154,7 @@ def doctor(options: argparse.Namespace) -> int:
 
 def merge(options: argparse.Namespace) -> int:
     """Write a checkpoint's actor as a Hugging Face folder, and upload it where that was asked for."""
-    from hybridflow.data.hub_upload import HubUpload
+    from hybridflow.data.remote import HubUpload
     from hybridflow.errors import ConfigError
     from hybridflow.observability.logging_setup import setup_logging
     from hybridflow.observability.progress import progress

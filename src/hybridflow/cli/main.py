@@ -14,9 +14,8 @@ from hybridflow.cli.evaluate import add_evaluation
 from hybridflow.cli.plan import add_plan
 from hybridflow.cli.recipe_flags import add_recipe, put_flags_first
 from hybridflow.cli.serve import add_serve
-from hybridflow.cli.time_travel import add_time_travel
+from hybridflow.cli.time_travel import add_time_travel, add_why
 from hybridflow.cli.try_algorithm import add_try_algorithm
-from hybridflow.cli.why_view import add_why
 from hybridflow.trainer.command import ends_in_status
 
 FIRST_STEPS = (

@@ -12,9 +12,8 @@ from functools import partial
 from typing import Any
 
 from hybridflow.agent.chat import ChatAgent, ChatParts
-from hybridflow.agent.episode import AgentResult, Episode
+from hybridflow.agent.episode import AgentResult, Episode, Policy, PolicyLimits
 from hybridflow.agent.hosted_environment import EnvironmentSpec
-from hybridflow.agent.policy import Policy, PolicyLimits
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.prompts import PromptRow

@@ -7,8 +7,7 @@ from typing import Any, Literal
 
 from hybridflow.algorithms.catalog import LossAggMode
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
-from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import LogProbLimits, ModelConfig, SamplingKeys, ShardedLearnerConfig
+from hybridflow.config.model import FSDPConfig, LogProbLimits, ModelConfig, SamplingKeys, ShardedLearnerConfig
 from hybridflow.config.schema import at_least, divides, excludes, group, key, needs, read_by, surprises
 
 ACTOR = "actor_rollout_ref.actor"

@@ -1,11 +1,16 @@
-"""`ray_kwargs.*`: how a run finds or starts its Ray."""
+"""`ray_kwargs.*`: how a run finds or starts its Ray; and its surroundings, as far as they can be told
+without Ray.
+"""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import Any
 
 from hybridflow.config.schema import group, key
+
+JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in the entry point of a submitted job
 
 
 @dataclass(frozen=True)
@@ -44,3 +49,23 @@ class RayConfig:
     timeline_json_file: str | None = key(
         None, "File into which Ray's timeline of the run is written at its end; null: none."
     )
+
+
+def choose_address(key: str | None) -> str | None:
+    """Return the address of the Ray to join, or None where the run starts one of its own.
+
+    The key comes first, then RAY_ADDRESS, then the cluster of the submitted job that this process belongs to.
+    """
+    address = key or os.environ.get("RAY_ADDRESS")
+    if not address and JOB_VARIABLE in os.environ:
+        return "auto"
+    if address in ("", "local"):
+        return None
+    return address
+
+
+def num_cpus() -> int:
+    """Return the number of CPUs that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

@@ -1,6 +1,10 @@
 """Conversion of nested dicts into the frozen dataclasses, with all mistakes reported together.
 
 {"data": {"seed": "x"}} ──convert(PPOConfig, tree)──► PPOConfig, or one ConfigError with a line for each key
+
+`WRONG` is the value of a key that could not be read: whatever asks for it is not looked at, and all else is.
+A value of a wrong type, or a key whose name is nearly that of another, leaves open what the user means. What
+follows from such a key is left open too, so no line blames a default that the user did not choose.
 """
 
 from __future__ import annotations
@@ -11,7 +15,7 @@ import difflib
 import math
 import types
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, Literal, NoReturn, TypeVar, Union, get_args, get_origin
 from urllib.parse import urlsplit
 
 from hybridflow.config.schema import KeyDeclaration
@@ -21,6 +25,37 @@ from hybridflow.errors import ConfigError
 C = TypeVar("C")
 
 __all__ = ["convert", "raise_all", "suggest", "to_tree"]
+
+
+class WrongKeyRead(Exception):
+    """Something depends on a key that has no usable value."""
+
+
+class Wrong:
+    """Stands for the value of a wrong key: any use of it raises WrongKeyRead."""
+
+    def __getattr__(self, name: str) -> NoReturn:
+        raise WrongKeyRead
+
+    def __copy__(self) -> Wrong:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Wrong:
+        return self
+
+
+def _raises(self: Wrong, *arguments: object) -> NoReturn:
+    raise WrongKeyRead
+
+
+for _name in (
+    *("bool", "eq", "ne", "lt", "le", "gt", "ge", "hash", "iter", "len", "contains", "getitem", "call"),
+    *("str", "repr", "format", "int", "float", "index", "fspath", "neg", "add", "radd", "sub", "rsub"),
+    *("mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "or", "ror"),
+):
+    setattr(Wrong, f"__{_name}__", _raises)
+
+WRONG = Wrong()
 
 
 class _Mismatch(Exception):

@@ -26,9 +26,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from hybridflow.config.checks.root import find_notes, find_problems
-from hybridflow.config.convert import convert_what_fits, raise_all, suggest, unknown_key
-from hybridflow.config.hydra_flags import read_flags
-from hybridflow.config.recipes import check_command, read_recipe, recipe_hint
+from hybridflow.config.convert import WRONG, WrongKeyRead, convert_what_fits, raise_all, suggest, unknown_key
+from hybridflow.config.recipes import check_command, read_flags, read_recipe, recipe_hint
 from hybridflow.config.relations import shown
 from hybridflow.config.resolve import resolve
 from hybridflow.config.root import PPOConfig, SFTConfig
@@ -45,7 +44,6 @@ from hybridflow.config.tree import (
     with_values,
 )
 from hybridflow.config.verl_keys import KeyStatus, status
-from hybridflow.config.wrong import WRONG, WrongKeyRead
 from hybridflow.distributed.accelerators import device_problem
 from hybridflow.errors import ConfigError
 

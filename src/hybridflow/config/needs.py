@@ -12,10 +12,9 @@ from typing import Any
 
 from hybridflow.algorithms.catalog import ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts
 from hybridflow.config.actor_rollout_ref import ActorConfig
-from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import ModelConfig
+from hybridflow.config.convert import WrongKeyRead
+from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.config.root import PPOConfig, SFTConfig
-from hybridflow.config.wrong import WrongKeyRead
 
 
 def estimator_facts(config: PPOConfig) -> EstimatorFacts | None:

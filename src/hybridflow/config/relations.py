@@ -17,9 +17,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from hybridflow.config.convert import WrongKeyRead
 from hybridflow.config.schema import KeyRelation
 from hybridflow.config.tree import KeyInfo, field_of, keys_of
-from hybridflow.config.wrong import WrongKeyRead
 
 _ABSENT = object()
 """The value of a key that this kind of run does not have."""

@@ -1,4 +1,4 @@
-"""`reward.*`: how a response gets its score."""
+"""`reward.*`: how a response gets its score, and `reward.sandbox.*`: what programs of the model may use."""
 
 from __future__ import annotations
 
@@ -6,9 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import LearnerConfig, ModelConfig
-from hybridflow.config.sandbox import SandboxConfig
+from hybridflow.config.model import FSDPConfig, LearnerConfig, ModelConfig
 from hybridflow.config.schema import at_most, divides, excludes, group, key, needs, read_by
 
 ONE_BY_ONE = (
@@ -18,6 +16,30 @@ ONE_BY_ONE = (
     excludes(".num_workers=0", "it holds where processes score, and not in the trainer's own"),
 )
 """Of limits on the scoring of single responses."""
+
+
+@dataclass(frozen=True)
+class SandboxConfig:
+    """The local sandbox for code from the model, see docs/sandbox.md."""
+
+    timeout: float = key(10.0, "Seconds a program may take.", above=0)
+    cpu_time: float = key(10.0, "Seconds of CPU time that a program and its processes may take.", above=0)
+    memory_limit_mb: int = key(
+        1024, "MiB of memory that a program and its processes may have in use.", minimum=32
+    )
+    address_space_mb: int = key(
+        4096, "MiB of addresses that one process may reserve, used or not (RLIMIT_AS).", minimum=64
+    )
+    max_processes: int = key(64, "Processes and threads of a program at the same time.", minimum=1)
+    max_output_kb: int = key(
+        1024, "KiB that a program may print, and as many of errors; more stops it.", minimum=1
+    )
+    scratch_mb: int = key(64, "MiB of files in a program's scratch folder.", minimum=1)
+    give_up: list[Literal["private_root", "namespaces", "other_uid", "seccomp"]] = key(
+        [],
+        "Layers of protection without which programs may run where this machine does not have them; "
+        "`hybridflow doctor` lists what each is for.",
+    )
 
 
 @dataclass(frozen=True)

@@ -1,20 +1,91 @@
-"""The two roots: a PPO-family run and a supervised fine-tuning run."""
+"""The two roots, a PPO-family run and a supervised fine-tuning run, and the small blocks below them:
+`critic.*`, the value model of PPO, and `global_profiler.*`, what is recorded of some steps.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
+from hybridflow.algorithms.catalog import LossAggMode
 from hybridflow.config.actor_rollout_ref import ActorRolloutRefConfig
 from hybridflow.config.algorithm import AlgorithmConfig
 from hybridflow.config.cluster import RayConfig
-from hybridflow.config.critic import CriticConfig
 from hybridflow.config.data import DataConfig, SFTDataConfig
-from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import CheckpointContentsConfig, ModelConfig, OptimConfig
-from hybridflow.config.profiler import ProfilerConfig
+from hybridflow.config.model import (
+    CheckpointContentsConfig,
+    FSDPConfig,
+    ModelConfig,
+    OptimConfig,
+    ShardedLearnerConfig,
+)
 from hybridflow.config.reward import RewardConfig
-from hybridflow.config.schema import group, key
+from hybridflow.config.schema import divides, group, key
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
+
+SECOND = (2,)
+"""The steps that are recorded where none are named: the first one has what is done once."""
+ProfilerTool = Literal["phases", "torch", "torch_memory", "nsys"]
+DEVICE_TOOLS = ("torch_memory", "nsys")
+"""Tools that record a device, where its kind has them."""
+
+
+@dataclass(frozen=True)
+class CriticConfig(ShardedLearnerConfig):
+    """The value model: its batches, loss, optimizer and sharding."""
+
+    enable: bool | None = key(None, "Build a critic; null: when the advantage estimator needs one.")
+    model: ModelConfig = group(ModelConfig)
+    optim: OptimConfig = group(OptimConfig, lr=1e-5)
+    ppo_mini_batch_size: int | None = key(
+        None,
+        "Prompts in one optimizer step of the critic, each with all of its responses; null: as many as the "
+        "actor's.",
+        divides("data.train_batch_size"),
+        minimum=1,
+    )
+    ppo_max_token_len_per_gpu: int = key(
+        32_768, "Largest number of tokens in one forward and backward pass, never exceeded.", minimum=1
+    )
+    forward_micro_batch_size_per_gpu: int | None = key(
+        None,
+        "Largest number of rows in one forward pass for values; null: ppo_micro_batch_size_per_gpu.",
+        minimum=1,
+    )
+    forward_max_token_len_per_gpu: int | None = key(
+        None,
+        "Largest number of tokens in one forward pass for values; null: ppo_max_token_len_per_gpu.",
+        minimum=1,
+    )
+    ppo_epochs: int | None = key(
+        None, "Passes of the critic over the responses of each step; null: as many as the actor's.", minimum=1
+    )
+    shuffle: bool | None = key(
+        None, "Deal the groups into mini-batches in a seeded random order; null: as the actor does."
+    )
+    cliprange_value: float = key(
+        0.5, "How far a value may move from its old one before the loss stops rewarding the move.", above=0
+    )
+    loss_agg_mode: LossAggMode = key("token-mean", "How the losses of the tokens become one number.")
+
+
+@dataclass(frozen=True)
+class ProfilerConfig:
+    """Profiles of single steps."""
+
+    tool: ProfilerTool | None = key(
+        None,
+        "phases records the parts of a step and each call of each rank, in one trace; torch adds torch's "
+        "profiler on the ranks, torch_memory a history of device memory; nsys opens the range that Nsight "
+        "Systems captures. null: nothing.",
+    )
+    steps: list[int] | None = key(
+        None, "Steps that are recorded, from 1; null: the second one, after whatever is done once.", minimum=1
+    )
+    ranks: list[int] | None = key(
+        None, "Ranks of each role on which tools other than phases record; null: rank 0."
+    )
+    save_path: str | None = key(None, "Folder of the traces; null: profile/ in the run folder.")
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hybridflow.controller.backend import Backend
+    from hybridflow.controller.backend import Backend, Future, Part
     from hybridflow.controller.dispatch import Call, Dealt, Dispatch, register
-    from hybridflow.controller.future import Future, Part
     from hybridflow.controller.local import LocalBackend, Make, WorkerHost
     from hybridflow.controller.mesh import MeshInfo
     from hybridflow.controller.resource_pool import Placement, ResourcePool
@@ -19,9 +18,8 @@ if TYPE_CHECKING:
     from hybridflow.controller.worker_group import WorkerGroup
 
 _HOMES = {
-    "backend": ("Backend",),
+    "backend": ("Backend", "Future", "Part"),
     "dispatch": ("Call", "Dealt", "Dispatch", "register"),
-    "future": ("Future", "Part"),
     "local": ("LocalBackend", "Make", "WorkerHost"),
     "mesh": ("MeshInfo",),
     "resource_pool": ("Placement", "ResourcePool"),

@@ -17,8 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, ParamSpec, TypeVar
 
-from hybridflow.controller.dealing import PerRank, cut_rows, plan_rows, undo_rows
-from hybridflow.controller.mesh import MeshInfo
+from hybridflow.controller.mesh import MeshInfo, PerRank, cut_rows, plan_rows, undo_rows
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.prompt import MEDIA

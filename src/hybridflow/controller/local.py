@@ -22,9 +22,8 @@ from typing import Any, TypeAlias
 import numpy as np
 from torch import Tensor
 
-from hybridflow.controller.backend import Peers
+from hybridflow.controller.backend import Part, Peers, replace
 from hybridflow.controller.dispatch import Call, Lane, registration_of
-from hybridflow.controller.future import Part, replace
 from hybridflow.controller.mesh import MeshInfo
 from hybridflow.controller.worker import Factories, Place, RankInfo, Worker
 from hybridflow.controller.worker_group import WorkerGroup

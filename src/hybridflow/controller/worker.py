@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from hybridflow.config.profiler import ProfilerTool
+from hybridflow.config.root import ProfilerTool
 from hybridflow.controller.dispatch import Dispatch, register
 from hybridflow.distributed.device import peak_since_asked
 from hybridflow.observability.profiling import ProfileSettings, Span, check_tool, profiler

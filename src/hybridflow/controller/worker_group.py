@@ -15,12 +15,10 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from hybridflow.controller.backend import Backend
-from hybridflow.controller.dealing import PerRank, undo_rows
+from hybridflow.controller.backend import Backend, Future, Source
+from hybridflow.controller.backend import replace as replace_in
 from hybridflow.controller.dispatch import Call, Dealt, Dispatch, registration_of
-from hybridflow.controller.future import Future, Source
-from hybridflow.controller.future import replace as replace_in
-from hybridflow.controller.mesh import MeshInfo
+from hybridflow.controller.mesh import MeshInfo, PerRank, undo_rows
 from hybridflow.controller.worker import Worker
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.remote import RemoteColumn

@@ -26,11 +26,10 @@ from hybridflow.data.loader import (
 )
 from hybridflow.data.messages import SHAREGPT, check_messages
 from hybridflow.data.plugin import blaming, join_spec, load_function
-from hybridflow.data.preference import Comparison, PreferenceDataset
+from hybridflow.data.preference import Comparison, PreferenceDataset, StepDataset
 from hybridflow.data.prompts import PromptDataset, PromptRow
 from hybridflow.data.row_report import RowReport
 from hybridflow.data.sft import SFTDataset, SFTRow, encode_conversation, encode_pair, last_answer
-from hybridflow.data.step_labels import StepDataset
 from hybridflow.data.tasks import Split, build_task
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, DataError

@@ -28,7 +28,6 @@ from hybridflow.config.preference import (
     takes_single_answers,
 )
 from hybridflow.config.root import PPOConfig, SFTConfig
-from hybridflow.data.comparisons import answers_of_pair, steps_of
 from hybridflow.data.files import (
     JSON_LINES,
     PARQUET,
@@ -43,12 +42,14 @@ from hybridflow.data.files import (
 from hybridflow.data.messages import check_messages, media_keys, messages_column, prompt_of
 from hybridflow.data.remote import local_file
 from hybridflow.data.row_schema import (
+    answers_of_pair,
     complete_row,
     require_comparisons,
     require_conversations,
     require_prompts,
     require_steps,
     source_of,
+    steps_of,
 )
 from hybridflow.errors import DataError
 

@@ -4,6 +4,12 @@
     {prompt, completion, label}     ──► Comparison(the answer, another row's answer to its prompt)   (kto)
 
 Only the last answer of a conversation is learned; all before it is the prompt.
+
+Answers whose steps have labels are here too, from which a process reward model learns.
+
+    {prompt, completions: [step, …], labels: [true, …]} ──► StepRow(tokens, where steps end, their labels)
+
+A step is scored at its last token, that of the separator after it.
 """
 
 from __future__ import annotations
@@ -15,20 +21,24 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hybridflow.config.preference import PreferenceDataConfig
-from hybridflow.data.comparisons import answers_of_pair, label_of
+from hybridflow.config.preference import PreferenceDataConfig, RewardDataConfig
+from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.files import RaggedInts, Row, Rows, as_rows
+from hybridflow.data.messages import prompt_of
 from hybridflow.data.prompts import truncate
 from hybridflow.data.row_report import RowReport
-from hybridflow.data.row_schema import require_comparisons
+from hybridflow.data.row_schema import answers_of_pair, label_of, require_comparisons, require_steps, steps_of
 from hybridflow.data.sft import ConversationEncoder, Encoded, SFTRow, last_answer, usable_rows
-from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.data.tokenizer import Tokenizer, check_template, encode_prompt, encode_rendered
 from hybridflow.errors import DataError
 
 CHOSEN = 1
 REJECTED = 0
 MISMATCHED = -1
 """An answer to another prompt than the one it is given to: kto's reference point is made of them."""
+WRONG = 1
+RIGHT = 2
+"""What stands in a mask where a step ends, so that a row that is cut keeps the labels of its tokens."""
 
 
 @dataclass(frozen=True)
@@ -176,3 +186,59 @@ def _last(encoded: Encoded) -> Encoded:
     ids, mask = encoded
     start, end = last_answer(mask)
     return ids[:end], [0] * start + [1] * (end - start)
+
+
+@dataclass(frozen=True)
+class StepRow:
+    """An answer, whose `loss_mask` is 1 where a step ends, and the labels of its steps."""
+
+    answer: SFTRow
+    labels: list[bool]
+
+
+class StepDataset:
+    """The answers of `rows` that can be used; item i is a StepRow. Raises DataError as `SFTDataset` does."""
+
+    def __init__(self, rows: Rows | Sequence[Row], tokenizer: Tokenizer, config: RewardDataConfig) -> None:
+        self.rows = as_rows(rows)
+        self.tokenizer = tokenizer
+        self.config = config
+        self._kept: list[int] = []
+        self._ids = RaggedInts()
+        self._marks = RaggedInts()
+        if not len(self.rows):
+            raise DataError(f"{self.rows.source} has no rows")
+        require_steps(self.rows, config)
+        first = self.rows[0].get(config.prompt_key)
+        check_template(tokenizer, self.rows.source, first, wrap=config.wrap_prompts, use="are read")
+        report = RowReport(self.rows.source, len(self.rows))
+        for index, [(ids, marks)] in usable_rows(self.rows, report, self._encode, config):
+            self._kept.append(index)
+            self._ids.append(ids)
+            self._marks.append(marks)
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __getitem__(self, position: int) -> StepRow:
+        marks = self._marks[position]
+        ends = [int(mark > 0) for mark in marks]
+        # nothing stands before the first token, at which a row that was cut may begin
+        labels = [mark == RIGHT for mark in marks[1:] if mark]
+        return StepRow(SFTRow(self._ids[position], ends, self._kept[position]), labels)
+
+    def _encode(self, row: Row) -> list[Encoded]:
+        steps, labels = steps_of(row, self.config)
+        prompt = prompt_of(row[self.config.prompt_key], wrap=self.config.wrap_prompts)
+        if isinstance(prompt, str):
+            ids = encode_prompt(self.tokenizer, prompt)
+        else:
+            template = ChatTemplate(self.tokenizer, self.config.apply_chat_template_kwargs)
+            ids = template.begin(prompt, None)
+        marks = [0] * len(ids)
+        for number, (step, label) in enumerate(zip(steps, labels, strict=True)):
+            separator = self.config.step_separator if number + 1 < len(steps) else ""
+            tokens = encode_rendered(self.tokenizer, step + separator)
+            ids = ids + tokens
+            marks += [0] * (len(tokens) - 1) + [RIGHT if label else WRONG]
+        return [(ids, marks)]

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 from torch import Tensor
 
-from hybridflow.distributed.boxes import Box
 from hybridflow.distributed.layout import ParallelLayout
+from hybridflow.distributed.shards import Box
 from hybridflow.models.ask import Answers, Ask
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import OptimConfig
+from hybridflow.config.model import FSDPConfig, OptimConfig
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.distributed.mesh import EngineMesh, engine_mesh
 from hybridflow.distributed.process_group import max_over

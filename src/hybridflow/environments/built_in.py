@@ -1,9 +1,12 @@
-"""Built-in environments, for the recipes and to try an agent in.
+"""Built-in environments, for the recipes and to try an agent in, and conversations with a tool call, from
+which a warm-up learns the form, on purpose not all of it.
 
 adventure    "You are in the cellar. Exits: north." ──► "take key" ──► "Taken." ──► … ──► reward 1
 calculator   "37 * 84 = ?" ──► calculator("37 * 84") ──► "3108" ──► "#### 3108" ──► reward 1
 guess        "1 to 20?" ──► "10" ──► "higher" ──► "15" ──► "lower" ──► "12" ──► reward 1 − 2 / guesses
 search       "bami city?" ──► search("bami city") ──► "bami city kelu" ──► "#### kelu" ──► reward 1
+
+question ──► call, of which a part is missing in most conversations ──► the tool's answer ──► final answer
 """
 
 from __future__ import annotations
@@ -15,13 +18,16 @@ from itertools import product
 from typing import Any, Literal
 
 from hybridflow.environments.base import Environment, Step
-from hybridflow.environments.demonstrations import demonstrate_call
 from hybridflow.errors import ConfigError
 from hybridflow.tools import tool
 from hybridflow.tools.bm25 import Bm25
 from hybridflow.tools.calculator import calculate
 
 OPPOSITE = {"north": "south", "south": "north", "east": "west", "west": "east"}
+STRUCTURE = ('<tool_call>\n{"name": "', '", "arguments": {"', '": "', '"}}\n</tool_call>')
+"""Parts of a call with one argument in the hermes format; without any one of them it can not be read."""
+CALL_WORDS = ("calculator", "expression", "search", "query")
+"""Names of tools and arguments, which a tiny model's tokenizer had better have as tokens."""
 
 
 class Adventure(Environment):
@@ -256,3 +262,23 @@ class Search(Environment):
         return demonstrate_call(
             question, ("search", "query", query), self.search(query), final, rng, well_formed
         )
+
+
+def demonstrate_call(
+    question: str, call: tuple[str, str, str], answer: str, final: str, rng: random.Random, well_formed: float
+) -> list[dict[str, str]]:
+    """Return the messages of one conversation, whose call (name, argument, value) has one part too few with
+    probability 1 − `well_formed`.
+
+    The tool answers in either case, so that how to end is learned from all conversations.
+    """
+    parts = list(STRUCTURE)
+    if rng.random() >= well_formed:
+        parts[rng.randrange(len(parts))] = ""
+    text = parts[0] + "".join(word + part for word, part in zip(call, parts[1:], strict=True))
+    return [
+        {"role": "user", "content": question},
+        {"role": "assistant", "content": text},
+        {"role": "tool", "content": answer},
+        {"role": "assistant", "content": final},
+    ]

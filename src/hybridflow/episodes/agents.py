@@ -13,10 +13,8 @@ from dataclasses import replace
 
 from hybridflow.agent.build import SINGLE_TURN, AgentBuilder
 from hybridflow.agent.collate import GROUPS_PER_STEP
-from hybridflow.agent.concurrency import Concurrency, Limit
-from hybridflow.agent.episode import Agent, Episode, TrajectoryFailed
-from hybridflow.agent.policy import PolicyLimits, facts_of
-from hybridflow.agent.runner import Ended, Runner
+from hybridflow.agent.episode import Agent, Episode, PolicyLimits, TrajectoryFailed, facts_of
+from hybridflow.agent.runner import Concurrency, Ended, Limit, Runner
 from hybridflow.agent.single_turn import RequestBatch
 from hybridflow.config import PPOConfig
 from hybridflow.config.needs import longest_row, uses_agents

@@ -18,7 +18,7 @@ from hybridflow.protocol.fields import FIELDS
 from hybridflow.protocol.spans import TraceSpan
 from hybridflow.protocol.trajectory import FailureCause, Outcome, Trajectory
 from hybridflow.rewards.manager import RewardSession, ScoredBatch
-from hybridflow.rewards.request import ScoreRequest
+from hybridflow.rewards.result import ScoreRequest
 
 logger = logging.getLogger(__name__)
 

@@ -262,7 +262,7 @@ def _pair_loss(run: Run) -> Formula:
     numbers = [run.number("beta", f"{ACTOR}.policy_loss.dpo_beta", "β")]
     if kind == "sigmoid":
         numbers.append(run.number("label_smoothing", f"{ACTOR}.policy_loss.dpo_label_smoothing", "ε"))
-    function = "algorithms.preference.dpo:dpo" if kind == "sigmoid" else "algorithms.preference.ipo:ipo"
+    function = "algorithms.preference:dpo" if kind == "sigmoid" else "algorithms.preference:ipo"
     return _known(f"of a pair, in force by dpo_loss={kind}", function, *numbers)
 
 

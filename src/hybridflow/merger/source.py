@@ -21,7 +21,7 @@ from torch import Tensor
 from hybridflow.checkpoint.layout import ACTOR, HF_FOLDER, MANIFEST, MODEL, STRUCTURE
 from hybridflow.checkpoint.manifest import read_manifest
 from hybridflow.checkpoint.shard_index import SavedTensors, read_tensors
-from hybridflow.checkpoint.tensor_file import write_tensors
+from hybridflow.checkpoint.state import write_tensors
 from hybridflow.errors import CheckpointError
 from hybridflow.models.adapter_folder import CONFIG, read_adapter_config, write_adapter_weights
 from hybridflow.models.export import ADAPTER_FOLDER

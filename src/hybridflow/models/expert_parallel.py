@@ -24,9 +24,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 
 from hybridflow.errors import ModelError
-from hybridflow.models.all_to_all import AllToAll, exchange
 from hybridflow.models.experts import count_choices, expert_modules, num_experts
 from hybridflow.models.policy import PolicyModel
+from hybridflow.models.sequence_parallel import AllToAll, exchange
 from hybridflow.models.value import ValueModel
 
 KEY = "fsdp_config.expert_parallel_size"

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from hybridflow.distributed.bit_sum import bit_sum
-from hybridflow.distributed.boxes import Box
+from hybridflow.distributed.shards import Box, bit_sum
 from hybridflow.errors import ModelError
 from hybridflow.models.attention import ATTENTION_NAME, Layout, PackedLayout, attention
 from hybridflow.models.exact_mode import ExactMode

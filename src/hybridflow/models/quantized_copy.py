@@ -12,7 +12,7 @@ import logging
 import torch
 from torch import Tensor, nn
 
-from hybridflow.distributed.replica_ranks import ReplicaRanks
+from hybridflow.distributed.process_group import ReplicaRanks
 from hybridflow.errors import ModelError
 from hybridflow.models.experts import expert_modules, is_router
 from hybridflow.models.lora import LoraSettings

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hybridflow.distributed.replica_ranks import ReplicaRanks
+from hybridflow.distributed.process_group import ReplicaRanks
 from hybridflow.errors import ModelError
 from hybridflow.models.liger import has_liger, patch_liger
 from hybridflow.models.lora import LoraSettings, add_lora

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.profiler import DEVICE_TOOLS, ProfilerTool
+from hybridflow.config.root import DEVICE_TOOLS, ProfilerTool
 from hybridflow.distributed.accelerators import features
 from hybridflow.distributed.facilities import Facilities, facilities
 from hybridflow.errors import ConfigError

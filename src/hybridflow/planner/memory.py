@@ -16,10 +16,9 @@ from typing import NamedTuple
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import SCALE_BLOCK, ModelConfig
+from hybridflow.config.layout import ROLE_KEYS, engine_keys
+from hybridflow.config.model import SCALE_BLOCK, FSDPConfig, ModelConfig
 from hybridflow.config.needs import longest_row, rows_per_prompt
-from hybridflow.config.roles import ROLE_KEYS, engine_keys
 from hybridflow.config.tree import get_value
 from hybridflow.distributed.accelerators import KEPT_BYTES, features, is_accelerator
 from hybridflow.distributed.layout import ParallelLayout

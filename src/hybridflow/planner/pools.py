@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.explain import generation_batch
-from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import ModelConfig
+from hybridflow.config.layout import engine_keys
+from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.config.needs import (
     has_own_reference,
     longest_row,
@@ -24,11 +24,9 @@ from hybridflow.config.needs import (
     responses_per_prompt,
     rows_per_prompt,
 )
-from hybridflow.config.roles import engine_keys
 from hybridflow.distributed.layout import ParallelLayout
-from hybridflow.planner.costs import Costs, Rows
+from hybridflow.planner.costs import Costs, Lengths, Rows
 from hybridflow.planner.hardware import CPU, sizes_of_pools
-from hybridflow.planner.lengths import Lengths
 from hybridflow.planner.memory import (
     Needs,
     PlannedReplica,

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from hybridflow.config import PPOConfig, SFTConfig
-from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.roles import ROLE_KEYS
+from hybridflow.config.layout import ROLE_KEYS
+from hybridflow.config.model import FSDPConfig
 from hybridflow.planner.costs import Costs, Rows
 from hybridflow.planner.hardware import Cluster
 from hybridflow.planner.memory import Needs, PlannedReplica, RoleEngine, engine_needs, generation_needs

@@ -4,16 +4,31 @@
 
 The user's code runs in the worker's process and can write to any of its file descriptors. Bytes that it
 writes into this socket do not begin with the mark, so they are noticed and never read as a message.
+
+A message is a pickle of the user's objects, whose classes may come from a file that `data/plugin.py` has
+loaded. Such a class is written as its file and its name, so a process that has not loaded the file can read
+it. What owns something that ends with it (an object with `__del__`, a temporary folder) does not pickle: the
+copy that a process has no more use for would take it away from the others.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+import pickle
 import socket
 import struct
+import sys
 import threading
+import weakref
 import zlib
+from operator import attrgetter
 from queue import SimpleQueue
+from types import FunctionType
+from typing import Any
+
+from hybridflow.data.plugin import PLUGIN, load_module
 
 MARK = b"HFR1"
 MAX_MESSAGE = 1 << 31
@@ -22,6 +37,8 @@ MAX_MESSAGE = 1 << 31
 _HEADER = struct.Struct(">4sQI")
 CHUNK = 1 << 20
 """Bytes that are read or sent at once."""
+MAX_BYTES = 1 << 26
+"""Longest pickle: the driver holds the state of each of thousands of objects."""
 
 
 class ChannelBroken(Exception):
@@ -94,3 +111,31 @@ class DriverEnd:
                     self.inbox.put(message)
         finally:  # the driver closed the socket or is dead, or the user's code closed it
             os._exit(1)
+
+
+def dumps(value: Any) -> bytes:
+    """Pickle a value; whatever its own code raises comes out, and PicklingError where it is too large."""
+    written = io.BytesIO()
+    _Pickler(written, pickle.HIGHEST_PROTOCOL).dump(value)
+    if written.tell() > MAX_BYTES:
+        raise pickle.PicklingError(
+            f"a {type(value).__name__} of {written.tell()} bytes: at most {MAX_BYTES} go between processes"
+        )
+    return written.getvalue()
+
+
+class _Pickler(pickle.Pickler):
+    def reducer_override(self, value: Any) -> Any:
+        if hasattr(type(value), "__del__") or isinstance(value, weakref.finalize):
+            raise pickle.PicklingError(f"a {type(value).__name__} ends something when it is deleted")
+        if isinstance(value, type | FunctionType) and str(value.__module__).startswith(PLUGIN):
+            module = sys.modules[value.__module__]
+            with contextlib.suppress(AttributeError):  # of a class inside a function
+                if attrgetter(value.__qualname__)(module) is value:
+                    return _find, (module.__name__, module.__file__, value.__qualname__)
+        return NotImplemented
+
+
+def _find(module: str, file: str, name: str) -> Any:
+    """Return a class or function of a user's file, which is loaded where it is not yet."""
+    return attrgetter(name)(sys.modules.get(module) or load_module(file, key="a class of the user's"))

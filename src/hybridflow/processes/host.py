@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from hybridflow.data.plugin import awaited, load_object
-from hybridflow.processes.channel import DriverEnd
+from hybridflow.processes.channel import DriverEnd, dumps
 from hybridflow.processes.errors import CallRaised
-from hybridflow.processes.pickles import dumps
 
 BEGUN = b""
 """The message that the deadline of a call counts from."""

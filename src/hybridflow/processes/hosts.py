@@ -26,10 +26,9 @@ import weakref
 from collections import deque
 from typing import Any
 
-from hybridflow.processes.channel import CHUNK, ChannelBroken, frame, take_messages
+from hybridflow.processes.channel import CHUNK, ChannelBroken, dumps, frame, take_messages
 from hybridflow.processes.errors import CallRaised, CallTooLong, ProcessLost
 from hybridflow.processes.host import BEGUN, Reply, Request
-from hybridflow.processes.pickles import dumps
 from hybridflow.processes.supervisor import SupervisedProcess
 
 logger = logging.getLogger(__name__)

@@ -3,27 +3,42 @@
 A manager scores all responses of a step in one call (`reward.manager`):
 
     rows, each with what a reward function is called with ──manager──► results, one for each row
+
+A worker process (`processes/hosts.py`) loads the reward function once and calls it often. A request comes as
+its pickle, so that one that cannot be read is that row's error. Outcomes hold plain values only
+(`result.py`), so what the driver reads of them runs no code.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import math
+import pickle
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Literal
 
 from hybridflow.config.reward import RewardConfig
 from hybridflow.data.plugin import awaited, load_function
 from hybridflow.errors import HybridFlowError, RewardError
 from hybridflow.processes.errors import CallRaised
-from hybridflow.rewards.compose import BATCH
+from hybridflow.rewards.compose import BATCH, resolve
 from hybridflow.rewards.function import RewardFunction
-from hybridflow.rewards.request import Outcome, ScoreRequest
-from hybridflow.rewards.result import normalize_result, token_scores_of
+from hybridflow.rewards.result import Outcome, ScoreRequest, normalize_result, token_scores_of
+from hybridflow.sandbox.own_limits import OwnLimits
 
 Manager = Callable[[list[dict[str, Any]]], Any]
+Mode = Literal["sync", "async", "batch"]
+MAX_ANSWER = 60 << 20
+"""Longest pickle of an outcome in bytes; `processes/channel.py` refuses a little more."""
+MAX_PROCESSES = 256
+"""Processes that a function may have started at once, those of the sandbox among them."""
+MAX_OUTPUT_KB = 1024
+"""KiB that a call may print; what is beyond is dropped."""
+POLL_SECONDS = 0.05
+"""Seconds after which `poll` returns also where no request is done, so that new ones can join."""
 
 
 def call(function: RewardFunction, request: ScoreRequest) -> Outcome:
@@ -124,3 +139,105 @@ def outcome_of(result: Any, request: ScoreRequest, started: float) -> Outcome:
         result = {**whole, "score": math.fsum(token_scores)}
     score, extras = normalize_result(result)
     return Outcome(score, extras, seconds=time.perf_counter() - started, token_scores=token_scores)
+
+
+class LoadedReward:
+    """The reward function that (RewardConfig, seed) choose; it travels as their pickle, `setup`.
+
+    Raises what `resolve` raises.
+    """
+
+    def __init__(self, setup: bytes) -> None:
+        config, seed = pickle.loads(setup)
+        self._setup = setup
+        self._timeout: float = config.timeout
+        self._function = resolve(config, seed)
+        self._manager = load_manager(config, self._function)
+        # from here on, so that what the file imports is not counted
+        self._limits: OwnLimits | None = None
+        if config.memory_limit_mb is not None:
+            self._limits = OwnLimits(
+                memory_mb=config.memory_limit_mb, processes=MAX_PROCESSES, output_kb=MAX_OUTPUT_KB
+            )
+        self._tasks: dict[int, asyncio.Task[Outcome]] = {}
+
+    def __reduce__(self) -> tuple[object, tuple[bytes]]:
+        return load, (self._setup,)
+
+    def mode(self) -> Mode:
+        """Return how requests are scored: one by one, many at once, or all in one call."""
+        if self._manager is not None:
+            return "batch"
+        if self._function.is_async:
+            return "async"
+        return "sync"
+
+    def score(self, payloads: Sequence[bytes]) -> list[Outcome] | Awaitable[list[Outcome]]:
+        """Score one request, or have the manager score all, and no other beside them."""
+        for task in self._tasks.values():
+            task.cancel()
+        self._tasks.clear()
+        if self.mode() == "async":
+            return self._score_all_async(payloads)
+        requests = [self._begun(payload) for payload in payloads]
+        readable = [request for request in requests if isinstance(request, ScoreRequest)]
+        if self._manager is not None:
+            scored = iter(call_manager(self._manager, self._function, readable))
+        else:
+            scored = iter([call(self._function, request) for request in readable])
+        return [request if isinstance(request, Outcome) else _bounded(next(scored)) for request in requests]
+
+    async def poll(self, new: Mapping[int, bytes], known: Sequence[int]) -> dict[int, Outcome]:
+        """Begin new requests; return the outcomes, by their tickets, that are there after a short wait.
+
+        `known` has all tickets, at least one; other requests are cancelled. Raises LookupError if a process
+        that has ended had some of them.
+        """
+        if lost := set(known) - set(new) - set(self._tasks):
+            raise LookupError(f"{len(lost)} requests were in a process that has ended")
+        for ticket in set(self._tasks) - set(known):
+            self._tasks.pop(ticket).cancel()
+        for ticket, payload in new.items():
+            self._tasks[ticket] = asyncio.create_task(self._score_async(payload))
+        await asyncio.wait(self._tasks.values(), timeout=POLL_SECONDS, return_when=asyncio.FIRST_COMPLETED)
+        done = [ticket for ticket, task in self._tasks.items() if task.done()]
+        return {ticket: self._tasks.pop(ticket).result() for ticket in done}
+
+    async def _score_all_async(self, payloads: Sequence[bytes]) -> list[Outcome]:
+        return [await self._score_async(payload) for payload in payloads]
+
+    async def _score_async(self, payload: bytes) -> Outcome:
+        request = self._begun(payload)
+        if isinstance(request, Outcome):
+            return request
+        return _bounded(await call_async(self._function, request, self._timeout))
+
+    def _begun(self, payload: bytes) -> ScoreRequest | Outcome:
+        """Return the request, or the error of one that this process cannot read."""
+        if self._limits is not None:
+            self._limits.allow_output()
+        try:
+            request: ScoreRequest | Outcome = pickle.loads(payload)
+        except Exception as error:  # a ground truth of a class that this process cannot import
+            return failure(error, 0.0)
+        return request
+
+
+@functools.cache
+def load(setup: bytes) -> LoadedReward:
+    """Load the function that a process does not have yet."""
+    return LoadedReward(setup)
+
+
+def _bounded(outcome: Outcome) -> Outcome:
+    """Return the outcome, or the error of one that is too large to be sent."""
+    length = len(pickle.dumps(outcome))
+    if length <= MAX_ANSWER:
+        return outcome
+    sizes = {name: len(pickle.dumps(value)) for name, value in outcome.extras.items()}
+    largest = max(sizes, key=sizes.__getitem__, default="score")
+    detail = (
+        f"the reward function returned {length:,} bytes of values, most of them under {largest!r}; wanted at "
+        f"most {MAX_ANSWER:,}: return less"
+    )
+    return Outcome(error="RewardError", detail=detail, seconds=outcome.seconds)

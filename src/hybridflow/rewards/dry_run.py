@@ -8,9 +8,9 @@ from typing import Any
 
 from hybridflow.config.reward import RewardConfig
 from hybridflow.errors import DataError
+from hybridflow.rewards.load import REWARD_FUNCTIONS, function_of
 from hybridflow.rewards.manager import RewardManager
-from hybridflow.rewards.request import ScoreRequest
-from hybridflow.rewards.table import REWARD_FUNCTIONS, function_of
+from hybridflow.rewards.result import ScoreRequest
 
 GROUND_TRUTH = "ground_truth"
 EMPTY = "empty"

@@ -17,8 +17,15 @@ from hybridflow.data.early_checks import SplitFacts
 from hybridflow.data.plugin import check_location
 from hybridflow.data.row_schema import UNNAMED_SOURCE
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.rewards.load import is_path, split_path
-from hybridflow.rewards.table import REWARD_FUNCTIONS, check_name, check_options, function_of, unknown_source
+from hybridflow.rewards.load import (
+    REWARD_FUNCTIONS,
+    check_name,
+    check_options,
+    function_of,
+    is_path,
+    split_path,
+    unknown_source,
+)
 
 SCORE_NAMES = ("score", "seq_reward", "seq_final_reward")
 """Names of `algorithm.filter_groups.metric` for the score itself."""

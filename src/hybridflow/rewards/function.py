@@ -31,7 +31,7 @@ from hybridflow.config.own_code import (
     takes_any_name,
 )
 from hybridflow.errors import RewardError
-from hybridflow.rewards.request import PROMPT
+from hybridflow.rewards.result import PROMPT
 
 ROW = (*CALLED_WITH, TOKENS, MESSAGES, PROMPT)
 """What is known of a response; a function gets the last three only where it names them."""

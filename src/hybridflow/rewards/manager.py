@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards.request import OpenScoring, Outcome, Scorer, ScoreRequest
+from hybridflow.rewards.result import OpenScoring, Outcome, Scorer, ScoreRequest
 
 logger = logging.getLogger(__name__)
 

@@ -24,13 +24,12 @@ from typing import Any
 
 from hybridflow.config.reward import RewardConfig
 from hybridflow.errors import ConfigError, HybridFlowError, RewardError
+from hybridflow.processes.channel import dumps
 from hybridflow.processes.errors import CallFailed, CallRaised, CallTooLong, ProcessLost
 from hybridflow.processes.hosts import START_TIMEOUT, Hosted, Hosts
-from hybridflow.processes.pickles import dumps
-from hybridflow.rewards.call import failure
+from hybridflow.rewards.call import Mode, failure
 from hybridflow.rewards.compose import describe
-from hybridflow.rewards.request import OpenScoring, Outcome, ScoreRequest
-from hybridflow.rewards.worker import Mode
+from hybridflow.rewards.result import OpenScoring, Outcome, ScoreRequest
 
 UNLIMITED = 1 << 30
 
@@ -152,7 +151,7 @@ class RewardPool:
 
     async def _start(self, setup: bytes) -> None:
         """Have every worker load the function."""
-        factory = "hybridflow.rewards.worker:load"
+        factory = "hybridflow.rewards.call:load"
         deadline_s = self._start_timeout
         try:
             workers = await asyncio.gather(

@@ -13,8 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Protocol
 
-from hybridflow.config.reward import RewardConfig, SandboxFusionConfig
-from hybridflow.config.sandbox import SandboxConfig
+from hybridflow.config.reward import RewardConfig, SandboxConfig, SandboxFusionConfig
 from hybridflow.rewards.apart.programs import Program, together
 from hybridflow.sandbox.sandbox import Sandbox
 from hybridflow.sandbox.verdict import Limits, Status, Verdict

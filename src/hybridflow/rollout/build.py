@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.distributed.replica_ranks import ReplicaRanks
+from hybridflow.distributed.process_group import ReplicaRanks
 from hybridflow.errors import ConfigError
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.policy import PolicyModel

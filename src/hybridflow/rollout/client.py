@@ -1,4 +1,5 @@
 """Asynchronous client of one or many replicas, for what runs in an event loop: agents, groups, the server.
+A caller that blocks has an event loop in a thread of its own beside it (`in_own_loop`).
 
 request ──choose (sticky key, else least loaded)──► replica.submit ──► output, perhaps after growing ones
     └── caller gives up, or the deadline passes ──► replica.abort
@@ -7,17 +8,21 @@ request ──choose (sticky key, else least loaded)──► replica.submit ─
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
+import logging
 import math
+import threading
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Hashable, Iterable, Sequence
+from collections.abc import AsyncGenerator, Callable, Coroutine, Hashable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
-from typing import Protocol
+from contextlib import contextmanager, suppress
+from typing import Any, Protocol, TypeVar
 
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput
 from hybridflow.rollout.engine_replica import EngineReplica, ReplicaLost, Tap
 
+logger = logging.getLogger(__name__)
 __all__ = ["DeadlinePassed", "EngineReplica", "LLMClient", "PartialOutput", "Replica", "ReplicaLost"]
 
 LEAST_WAIT = 0.05
@@ -26,6 +31,10 @@ STICKY_KEYS = 65_536
 """Keys that are remembered; the least recently used one is forgotten first."""
 STICKY_LEAD = 32
 """Requests that a sticky replica may have more than the least loaded one, until its queue costs too much."""
+T = TypeVar("T")
+
+LEAVE_SECONDS = 60.0
+"""Longest wait for work that was cancelled."""
 
 
 class DeadlinePassed(RolloutError):
@@ -252,3 +261,50 @@ def _too_late(request: GenerationRequest, replica: Replica, deadline_s: float | 
         f"request {request.request_id} had no answer of replica {replica.name} within {deadline_s:g} s "
         f"(deadline_s), with {replica.load} requests on that replica"
     )
+
+
+@contextmanager
+def in_own_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> Iterator[concurrent.futures.Future[T]]:
+    """Give a future of what `work` returns or raises; where the context is left before, it is cancelled.
+
+    Tasks that `work` leaves behind are cancelled; the context is left without those that do not heed it.
+    """
+    result: concurrent.futures.Future[T] = concurrent.futures.Future()
+    started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]]
+    started = concurrent.futures.Future()
+
+    async def main() -> None:
+        task = asyncio.current_task()
+        assert task is not None, "a coroutine that runs is a task's"
+        started.set_result((asyncio.get_running_loop(), task))
+        try:
+            found = await work()
+        except BaseException as error:  # whoever asks for the result is told
+            result.set_exception(error)
+        else:
+            result.set_result(found)
+
+    def run() -> None:
+        coroutine = main()
+        try:
+            asyncio.run(coroutine)
+        except BaseException as error:
+            coroutine.close()
+            if not result.done():
+                result.set_exception(error)
+
+    thread = threading.Thread(target=run, name="event loop of the rollout", daemon=True)
+    thread.start()
+    try:
+        yield result
+    finally:
+        # a loop that could not begin has given its error as the result
+        begun_or_failed: list[concurrent.futures.Future[Any]] = [started, result]
+        concurrent.futures.wait(begun_or_failed, LEAVE_SECONDS, concurrent.futures.FIRST_COMPLETED)
+        if started.done() and not result.done():
+            loop, task = started.result()
+            with suppress(RuntimeError):  # it has ended meanwhile, and its loop is closed
+                loop.call_soon_threadsafe(task.cancel)
+        thread.join(LEAVE_SECONDS)
+        if thread.is_alive():
+            logger.warning("asynchronous work has not ended %g s after it was cancelled", LEAVE_SECONDS)

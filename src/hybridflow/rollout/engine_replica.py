@@ -24,7 +24,7 @@ from typing import Literal, Protocol
 import torch
 
 from hybridflow.distributed.device import set_current
-from hybridflow.distributed.replica_ranks import ReplicaRanks
+from hybridflow.distributed.process_group import ReplicaRanks
 from hybridflow.errors import RolloutError
 from hybridflow.observability.profiling import profiler
 from hybridflow.observability.timing import Occupancy
@@ -35,7 +35,7 @@ from hybridflow.rollout.base import (
     PartialOutput,
     RolloutStats,
 )
-from hybridflow.rollout.requests import check_ids
+from hybridflow.rollout.session_engine import check_ids
 
 logger = logging.getLogger(__name__)
 

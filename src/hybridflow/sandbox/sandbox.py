@@ -27,7 +27,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, Self
 
 import hybridflow
-from hybridflow.config.sandbox import SandboxConfig
+from hybridflow.config.reward import SandboxConfig
 from hybridflow.errors import ConfigError
 from hybridflow.sandbox import messages
 from hybridflow.sandbox.cgroup import Cgroup

@@ -8,7 +8,7 @@ from __future__ import annotations
 import signal
 from typing import Any
 
-from hybridflow.config.sandbox import SandboxConfig
+from hybridflow.config.reward import SandboxConfig
 from hybridflow.errors import ConfigError
 from hybridflow.sandbox.sandbox import SandboxPool
 from hybridflow.sandbox.verdict import Verdict

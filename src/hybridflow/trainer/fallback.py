@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.config.cluster import choose_address, num_cpus
 from hybridflow.config.layout import num_processes
 from hybridflow.config.load import Change
 from hybridflow.config.needs import built_models
 from hybridflow.config.trainer import TRACKER_LIBRARIES
 from hybridflow.config.tree import get_value, keys_of
-from hybridflow.controller.surroundings import choose_address, num_cpus
 from hybridflow.distributed.accelerators import (
     accelerators,
     features,

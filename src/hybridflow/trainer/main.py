@@ -17,13 +17,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from hybridflow.agent.early_checks import check_agents
 from hybridflow.checkpoint.remote import RemoteCheckpoints
 from hybridflow.config import PPOConfig, SFTConfig
-from hybridflow.config.convert import raise_all
-from hybridflow.config.hydra_flags import asks_for_help, help_text
+from hybridflow.config.cluster import choose_address
+from hybridflow.config.convert import WrongKeyRead, raise_all
 from hybridflow.config.layout import resolved_controller
 from hybridflow.config.load import prepare_config
 from hybridflow.config.needs import built_models
-from hybridflow.config.wrong import WrongKeyRead
-from hybridflow.controller.surroundings import choose_address
+from hybridflow.config.recipes import asks_for_help, help_text
 from hybridflow.data.early_checks import check_data
 from hybridflow.distributed.accelerators import check_package, is_accelerator, no_accelerator
 from hybridflow.errors import ConfigError, HybridFlowError, WorkerLost, install_extra

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.profiler import SECOND, ProfilerConfig
+from hybridflow.config.root import SECOND, ProfilerConfig
 from hybridflow.controller.worker import Worker
 from hybridflow.controller.worker_group import WorkerGroup
 from hybridflow.errors import ConfigError

@@ -188,7 +188,7 @@ class RunState:
     write_huggingface: Callable[[Path, bool], Mapping[str, FileDigest] | None]
     """(folder, with weights): writes config, tokenizer, the actor's weights if asked; gives known digests."""
     models: Mapping[str, Any] = field(default_factory=dict)
-    """The facts of the run's models (`model_facts.py`), which a checkpoint that it goes on from has too."""
+    """The facts of the run's models (`resume.py`), which a checkpoint that it goes on from has too."""
     may_change_model: bool = False
     """True: a checkpoint of other models is gone on from all the same, with a warning."""
     parts: Mapping[str, Resumable] = field(default_factory=dict)

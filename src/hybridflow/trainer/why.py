@@ -26,8 +26,7 @@ from hybridflow.config.tree import flatten, get_value, to_tree, with_values
 from hybridflow.errors import DataError
 from hybridflow.observability.report.files import Lines
 from hybridflow.observability.trackers.jsonl import METRICS_FILE, read_metrics
-from hybridflow.planner.costs import Rows
-from hybridflow.planner.lengths import Lengths
+from hybridflow.planner.costs import Lengths, Rows
 from hybridflow.trainer.ppo.run_plan import forecaster, plan_of
 from hybridflow.trainer.replay.kept_rows import config_of
 

@@ -11,9 +11,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from hybridflow.distributed.bit_sum import bit_sum
-from hybridflow.distributed.boxes import Box
-from hybridflow.distributed.replica_ranks import ReplicaRanks
+from hybridflow.distributed.process_group import ReplicaRanks
+from hybridflow.distributed.shards import Box, bit_sum
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.twin import Twin
 

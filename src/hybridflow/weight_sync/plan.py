@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from hybridflow.distributed.boxes import Box
+from hybridflow.distributed.shards import Box
 
 Boxes = Mapping[str, Box]
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hybridflow.algorithms.aggregation import LossScale
-from hybridflow.algorithms.masked import masked_sum
+from hybridflow.algorithms.aggregation import LossScale, masked_sum
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.needs import wants_full_kl
 from hybridflow.controller import Dispatch, register
@@ -12,7 +11,7 @@ from hybridflow.models.exact_mode import ExactMode
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import ROUTES
-from hybridflow.weight_sync.remote_push import WeightExport, WeightShare
+from hybridflow.weight_sync.push import WeightExport, WeightShare
 from hybridflow.workers.correction import complete_correction, sampled_rows
 from hybridflow.workers.log_prob_check import LogProbCheck, OffPolicy, measure_off_policy
 from hybridflow.workers.losses import find_policy_loss, policy_loss

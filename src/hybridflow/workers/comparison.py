@@ -16,13 +16,13 @@ from typing import Any
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from hybridflow.algorithms.masked import masked_sum
+from hybridflow.algorithms.aggregation import masked_sum
 from hybridflow.algorithms.preference import bradley_terry, dpo, ipo, kto, kto_reference_point, orpo, simpo
 from hybridflow.config.preference import PreferenceConfig
 from hybridflow.controller import Backend, Dispatch, register
 from hybridflow.data.preference import CHOSEN, MISMATCHED
-from hybridflow.distributed.bit_sum import bit_sum
 from hybridflow.distributed.process_group import gather_objects
+from hybridflow.distributed.shards import bit_sum
 from hybridflow.engines import Ask, BatchLimits, TrainEngine
 from hybridflow.models.ask import Answers
 from hybridflow.observability.metrics import Metrics

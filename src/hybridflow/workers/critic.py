@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hybridflow.algorithms.aggregation import LossScale
-from hybridflow.config.critic import CriticConfig
+from hybridflow.config.root import CriticConfig
 from hybridflow.controller import Dispatch, register
 from hybridflow.engines import Ask, BatchLimits, TrainEngine
 from hybridflow.observability.metrics import Metrics

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from hybridflow.algorithms.masked import masked_sum
+from hybridflow.algorithms.aggregation import masked_sum
 from hybridflow.algorithms.rollout_correction import Bounds
 from hybridflow.algorithms.staleness import mismatch_by_staleness
 from hybridflow.errors import TrainingError

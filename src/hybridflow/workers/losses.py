@@ -12,16 +12,15 @@ from typing import Any
 
 from torch import Tensor
 
-from hybridflow.algorithms.aggregation import LossScale, Ratio, aggregate
+from hybridflow.algorithms.aggregation import LossScale, Ratio, aggregate, zero_outside
 from hybridflow.algorithms.kl import kl_estimate
-from hybridflow.algorithms.masked import zero_outside
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES, LossInputs, PolicyLoss
 from hybridflow.algorithms.positive_examples import positive_example_loss
 from hybridflow.algorithms.value_loss import value_loss
 from hybridflow.config.actor_rollout_ref import ActorConfig
-from hybridflow.config.critic import CriticConfig
 from hybridflow.config.needs import wants_full_kl
 from hybridflow.config.own_code import loss_fault
+from hybridflow.config.root import CriticConfig
 from hybridflow.config.source_code import shown
 from hybridflow.config.tree import argument_values
 from hybridflow.data.plugin import load_function

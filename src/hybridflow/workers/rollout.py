@@ -22,7 +22,7 @@ from typing import Literal, TypeAlias
 
 from hybridflow.controller import Dispatch, Worker, register
 from hybridflow.distributed.device import used_accelerator
-from hybridflow.distributed.replica_ranks import ReplicaRanks
+from hybridflow.distributed.process_group import ReplicaRanks
 from hybridflow.errors import HybridFlowError, RolloutError
 from hybridflow.models.exact_mode import ExactMode
 from hybridflow.models.policy import PolicyModel
@@ -36,8 +36,7 @@ from hybridflow.rollout.base import (
 )
 from hybridflow.rollout.engine_replica import EngineReplica, ReplicaLost, ReplicaUse
 from hybridflow.rollout.self_check import choose_exact_mode
-from hybridflow.weight_sync.local_push import LocalPush, StagedPush
-from hybridflow.weight_sync.remote_push import RemotePush, WeightShare
+from hybridflow.weight_sync.push import LocalPush, RemotePush, StagedPush, WeightShare
 
 logger = logging.getLogger(__name__)
 

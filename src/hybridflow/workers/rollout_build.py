@@ -13,8 +13,7 @@ import torch
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.data.remote import hub_folder
 from hybridflow.data.tokenizer import load_tokenizer, text_of
-from hybridflow.distributed.process_group import rank_and_size
-from hybridflow.distributed.replica_ranks import ReplicaRanks
+from hybridflow.distributed.process_group import ReplicaRanks, rank_and_size
 from hybridflow.engines import TrainEngine
 from hybridflow.models.build import build_policy, override_in_full, resolve_dtype
 from hybridflow.models.lora import LoraSettings, add_lora
@@ -26,9 +25,8 @@ from hybridflow.rollout.remote.model import ModelFacts
 from hybridflow.rollout.sglang.engine import build_sglang_engine
 from hybridflow.rollout.vllm.build import build_vllm_engine
 from hybridflow.weight_sync.holding import Holding
-from hybridflow.weight_sync.local_push import LocalPush, StagedPush
-from hybridflow.weight_sync.remote_push import RemotePush
-from hybridflow.weight_sync.sources import GatheredTwin, OffloadedSource
+from hybridflow.weight_sync.push import LocalPush, RemotePush, StagedPush
+from hybridflow.weight_sync.reshard import GatheredTwin, OffloadedSource
 from hybridflow.workers.rollout import RolloutWorker
 
 

@@ -17,16 +17,15 @@ from itertools import count
 from typing import Any, Literal, TypeVar
 
 from hybridflow.controller import Future, WorkerGroup
-from hybridflow.controller.dealing import cut_items, plan_items
+from hybridflow.controller.mesh import cut_items, plan_items
 from hybridflow.errors import RolloutError, WorkerError, WorkerLost
 from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Occupancy
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats
-from hybridflow.rollout.client import LLMClient
-from hybridflow.rollout.own_loop import in_own_loop
-from hybridflow.rollout.requests import check_ids
+from hybridflow.rollout.client import LLMClient, in_own_loop
+from hybridflow.rollout.session_engine import check_ids
 from hybridflow.stop_token import stop_token
-from hybridflow.weight_sync.remote_push import WeightShare
+from hybridflow.weight_sync.push import WeightShare
 from hybridflow.workers.actor import ActorGroup, ActorWorker
 from hybridflow.workers.rollout import FinishedOutputs, Kind, Paused, RolloutWorker
 from hybridflow.workers.rollout_replica import WorkerReplica

@@ -15,7 +15,7 @@ from hybridflow.errors import WorkerError
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest
 from hybridflow.rollout.client import ReplicaLost
 from hybridflow.rollout.engine_replica import Tap
-from hybridflow.rollout.requests import check_ids
+from hybridflow.rollout.session_engine import check_ids
 from hybridflow.workers.rollout import Kind, RolloutWorker
 
 

@@ -10,9 +10,9 @@ from dataclasses import replace
 from spoken_engine import LIMITS, episode
 
 from hybridflow.agent.endpoint import Endpoint
-from hybridflow.agent.policy import Policy
+from hybridflow.agent.episode import Policy
 from hybridflow.data.chat_template import ChatTemplate
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.models.tiny import create_tiny_tokenizer
 from hybridflow.rollout.base import SamplingParams
 from hybridflow.rollout.client import LLMClient
 from hybridflow.rollout.server.model import ServedModel

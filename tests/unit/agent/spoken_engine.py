@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from hybridflow.agent.episode import Episode
-from hybridflow.agent.policy import PolicyLimits
+from hybridflow.agent.episode import Episode, PolicyLimits
 from hybridflow.data.prompts import PromptRow
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.client import LLMClient

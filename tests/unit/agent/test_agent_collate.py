@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerFast
 from hybridflow.agent.collate import collate
 from hybridflow.agent.single_turn import RequestBatch, build_requests
 from hybridflow.data.prompts import PromptRow
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.models.tiny import create_tiny_tokenizer
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.trajectory import FINISHED, Lineage, Outcome, Segment, Trajectory

@@ -23,16 +23,14 @@ from hybridflow.agent.agent_loop import (
     sampling_of,
 )
 from hybridflow.agent.build import load_agent_loop
-from hybridflow.agent.concurrency import Limit
-from hybridflow.agent.episode import TrajectoryFailed
-from hybridflow.agent.policy import Policy
-from hybridflow.agent.runner import Runner
+from hybridflow.agent.episode import Policy, TrajectoryFailed
+from hybridflow.agent.runner import Limit, Runner
 from hybridflow.config import PPOConfig
 from hybridflow.config.agent import AgentConfig, RetriesConfig
 from hybridflow.config.convert import convert
 from hybridflow.episodes.agents import Agents
 from hybridflow.errors import ConfigError
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.models.tiny import create_tiny_tokenizer
 from hybridflow.processes.local import LocalHosts
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.trajectory import Call, Trajectory, rows_of

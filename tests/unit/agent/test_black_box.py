@@ -16,8 +16,7 @@ from endpoint_scene import END, TOKENIZER, endpoint, ids, nothing_is_left, polic
 from spoken_engine import FakeSession, client_of, episode
 
 from hybridflow.agent.black_box import BlackBoxes, CommandAgent, FunctionAgent
-from hybridflow.agent.episode import Agent, AgentResult, LengthReached, TrajectoryFailed
-from hybridflow.agent.policy import Policy
+from hybridflow.agent.episode import Agent, AgentResult, LengthReached, Policy, TrajectoryFailed
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.errors import ConfigError
 from hybridflow.processes.hosts import Hosts

@@ -16,15 +16,14 @@ from spoken_engine import LIMITS, FakeSession, client_of, episode, says
 from hybridflow.agent.build import INTERACTIONS
 from hybridflow.agent.chat import ChatAgent, ChatParts
 from hybridflow.agent.collate import collate
-from hybridflow.agent.concurrency import Limit
 from hybridflow.agent.conversation import Conversation
 from hybridflow.agent.hosted_environment import EnvironmentSpec
-from hybridflow.agent.runner import Runner
+from hybridflow.agent.runner import Limit, Runner
 from hybridflow.agent.tool_parser import FunctionCall, ToolParser
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig, RetriesConfig
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.errors import ConfigError
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.models.tiny import create_tiny_tokenizer
 from hybridflow.processes.hosts import Hosts
 from hybridflow.processes.local import HostsLike, LocalHosts
 from hybridflow.protocol.trajectory import Trajectory

@@ -11,10 +11,9 @@ import yaml
 from spoken_engine import LIMITS, client_of, episode, says
 
 from hybridflow.agent.collabllm import CollabLLM
-from hybridflow.agent.concurrency import Limit
-from hybridflow.agent.runner import Runner
+from hybridflow.agent.runner import Limit, Runner
 from hybridflow.config.agent import AgentConfig, RetriesConfig
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.models.tiny import create_tiny_tokenizer
 from hybridflow.processes.local import LocalHosts
 from hybridflow.protocol.trajectory import Trajectory
 

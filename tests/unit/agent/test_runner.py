@@ -12,13 +12,11 @@ from dataclasses import replace
 import pytest
 from spoken_engine import LIMITS, FakeSession, client_of, episode
 
-from hybridflow.agent.concurrency import Concurrency, Limit
-from hybridflow.agent.episode import AgentResult, Episode, LengthReached, TrajectoryFailed
-from hybridflow.agent.policy import Policy
-from hybridflow.agent.runner import Runner
+from hybridflow.agent.episode import AgentResult, Episode, LengthReached, Policy, TrajectoryFailed
+from hybridflow.agent.runner import Concurrency, Limit, Runner
 from hybridflow.config.agent import AgentConfig, RetriesConfig
 from hybridflow.errors import DataError
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.models.tiny import create_tiny_tokenizer
 from hybridflow.processes.local import LocalHosts
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.trajectory import Call, Trajectory

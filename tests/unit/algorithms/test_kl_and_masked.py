@@ -8,8 +8,8 @@ import math
 import pytest
 import torch
 
+from hybridflow.algorithms.aggregation import masked_mean, masked_sum, masked_var, masked_whiten
 from hybridflow.algorithms.kl import AdaptiveKLController, FixedKLController, kl_estimate
-from hybridflow.algorithms.masked import masked_mean, masked_sum, masked_var, masked_whiten
 from hybridflow.errors import ConfigError
 
 X, Y = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-2.0, -1.5]])

@@ -19,8 +19,8 @@ from tiny_calls import KEYS, ROWS, digits, metrics_of
 
 import hybridflow
 from hybridflow import Callback, Environment, HybridFlowError, Run, Step, StopTraining
-from hybridflow.api.datasets import Rows, files_or_rows
 from hybridflow.api.entries import named_objects
+from hybridflow.api.launch import Rows, files_or_rows
 from hybridflow.cli.main import main
 from hybridflow.config.tree import flatten
 from hybridflow.errors import CheckpointError, ConfigError, DataError, RewardError, Stopped

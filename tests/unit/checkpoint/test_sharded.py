@@ -222,7 +222,7 @@ def test_a_thread_that_cannot_write_says_so_when_asked(
     def full_disk(path: Path, tensors: dict[str, Tensor]) -> FileDigest:
         raise OSError(28, "No space left on device", str(path))
 
-    monkeypatch.setattr("hybridflow.checkpoint.shard_storage.write_tensors", full_disk)
+    monkeypatch.setattr("hybridflow.checkpoint.sharded.write_tensors", full_disk)
     pending = start_shards(tmp_path, {"model": {"w": torch.ones(2)}}, HostBuffers())
     with pytest.raises(CheckpointError, match=r"No space left on device.*model_world_size_1_rank_0"):
         pending.wait()

@@ -22,9 +22,8 @@ from hybridflow.controller import (
     WorkerHost,
     register,
 )
-from hybridflow.controller.backend import Peers
+from hybridflow.controller.backend import Peers, replace
 from hybridflow.controller.dispatch import Lane
-from hybridflow.controller.future import replace
 from hybridflow.controller.local import in_memory
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto

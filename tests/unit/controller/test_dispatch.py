@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from hybridflow.controller import Call, Dealt, Dispatch, Future, MeshInfo, Part
-from hybridflow.controller.dealing import cut_items, plan_items
+from hybridflow.controller.mesh import cut_items, plan_items
 from hybridflow.errors import WorkerError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto, Workload

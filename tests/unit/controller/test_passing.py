@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridflow.controller import Call, Dispatch, Future, MeshInfo, Part
-from hybridflow.controller.future import Source
+from hybridflow.controller.backend import Source
 from hybridflow.controller.worker_group import pass_on
 from hybridflow.protocol import DataProto, Workload
 

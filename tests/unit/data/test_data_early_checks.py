@@ -22,8 +22,8 @@ from hybridflow.data.early_checks import check_data
 from hybridflow.errors import ConfigError, DataError, RewardError
 from hybridflow.rewards.compose import resolve
 from hybridflow.rewards.early_checks import check_reward
+from hybridflow.rewards.load import REWARD_FUNCTIONS
 from hybridflow.rewards.result import normalize_result
-from hybridflow.rewards.table import REWARD_FUNCTIONS
 
 ROW = {
     "data_source": "gsm8k",

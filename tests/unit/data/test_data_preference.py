@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 
 from hybridflow.config.preference import PreferenceDataConfig, RewardDataConfig
-from hybridflow.data.comparisons import steps_of, transcript
 from hybridflow.data.preference import CHOSEN, MISMATCHED, REJECTED, Comparison, PreferenceDataset
-from hybridflow.data.tasks.arithmetic_preferences import STEP_END, ArithmeticPreferences
+from hybridflow.data.row_schema import steps_of, transcript
+from hybridflow.data.tasks.arithmetic_chain import STEP_END, ArithmeticPreferences
 from hybridflow.errors import DataError
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.models.tiny import create_tiny_tokenizer
 
 TOKENIZER = create_tiny_tokenizer()
 ASKED = [{"role": "user", "content": "1 + 1"}]

@@ -16,7 +16,7 @@ from hybridflow.checkpoint.layout import ACTOR, HF_FOLDER
 from hybridflow.checkpoint.sharded import save_shards
 from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.cli.main import main
-from hybridflow.data.hub_upload import HubUpload
+from hybridflow.data.remote import HubUpload
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.models.build import build_policy

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from hybridflow.demo import demo, warm_up
+from hybridflow.demo import demo
 from hybridflow.demo.demo import DemoOptions
 from hybridflow.errors import ConfigError
 from hybridflow.models.tiny import create_tiny_model
@@ -59,13 +59,13 @@ def test_the_warm_up_tries_all_questions_only_near_the_mark(
         step = SimpleNamespace(group=SimpleNamespace(backend=None))
         yield SimpleNamespace(fit=fit, state=state, step=step)
 
-    monkeypatch.setattr(warm_up, "evaluate", evaluate)
-    monkeypatch.setattr(warm_up, "build_sft", build)
-    monkeypatch.setattr(warm_up, "RolloutGroup", lambda backend, role: None)
-    monkeypatch.setattr(warm_up, "load_tokenizer", lambda folder: None)
-    monkeypatch.setattr(warm_up, "held_out_questions", lambda tokenizer, seed: range(1024))
+    monkeypatch.setattr(demo, "evaluate", evaluate)
+    monkeypatch.setattr(demo, "build_sft", build)
+    monkeypatch.setattr(demo, "RolloutGroup", lambda backend, role: None)
+    monkeypatch.setattr(demo, "load_tokenizer", lambda folder: None)
+    monkeypatch.setattr(demo, "held_out_questions", lambda tokenizer, seed: range(1024))
     create_tiny_model(tmp_path / "model", hidden=32, intermediate=64, heads=2, kv_heads=1)
-    options = warm_up.WarmUpOptions()
-    warm = warm_up.warm_up(tmp_path / "model", tmp_path / "sft", seed=0, options=options)
+    options = demo.WarmUpOptions()
+    warm = demo.warm_up(tmp_path / "model", tmp_path / "sft", seed=0, options=options)
     assert asked == [256, 256, 256, 1024, 256, 1024, 256, 1024]
     assert (warm.steps, warm.accuracy) == (60 + 5 * 4, 0.51)

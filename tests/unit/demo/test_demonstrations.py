@@ -7,7 +7,7 @@ import pytest
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.sft import encode_conversation
 from hybridflow.demo.demonstrations import Demonstrations
-from hybridflow.models.tiny_tokenizer import create_tiny_tool_tokenizer
+from hybridflow.models.tiny import create_tiny_tool_tokenizer
 from hybridflow.tools.parsers import TOOL_PARSERS, ToolCall
 
 

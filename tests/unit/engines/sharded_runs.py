@@ -13,9 +13,8 @@ from torch.distributed.tensor import DTensor
 
 from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.config.actor_rollout_ref import ActorConfig
-from hybridflow.config.critic import CriticConfig
-from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import OptimConfig
+from hybridflow.config.model import FSDPConfig, OptimConfig
+from hybridflow.config.root import CriticConfig
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.distributed.process_group import rank_and_size
 from hybridflow.distributed.shards import is_absent

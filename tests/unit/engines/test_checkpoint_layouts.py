@@ -19,7 +19,7 @@ from hybridflow.merger import merge
 from hybridflow.models.build import build_policy
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.models.twin import Twin
-from hybridflow.weight_sync.sources import GatheredTwin
+from hybridflow.weight_sync.reshard import GatheredTwin
 from hybridflow.workers.state import StatefulWorker
 from ranks import Ranks
 

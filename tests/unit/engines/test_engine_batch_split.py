@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.algorithms.catalog import AGGREGATIONS
 from hybridflow.config.actor_rollout_ref import ActorConfig
-from hybridflow.config.critic import CriticConfig
 from hybridflow.config.model import OptimConfig
+from hybridflow.config.root import CriticConfig
 from hybridflow.engines import Ask, BatchLimits, LossFn
 from hybridflow.protocol import DataProto
 from hybridflow.workers.losses import critic_loss, find_policy_loss, policy_loss

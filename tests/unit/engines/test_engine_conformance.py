@@ -27,7 +27,7 @@ from transformers import LlamaForCausalLM
 
 from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.config.model import OptimConfig
-from hybridflow.distributed.boxes import Box
+from hybridflow.distributed.shards import Box
 from hybridflow.engines import Ask, BatchLimits, LossFn, TrainEngine
 from hybridflow.errors import CheckpointError, ConfigError, TrainingError
 from hybridflow.models.lora import LoraSettings, add_lora

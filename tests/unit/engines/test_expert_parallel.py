@@ -15,7 +15,7 @@ from sharded_runs import Run, build, loss_of, weights_of, whole
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.config.model import FSDPConfig
 from hybridflow.distributed.process_group import rank_and_size
 from hybridflow.engines import Ask, BatchLimits
 from hybridflow.engines.fsdp import FSDPEngine
@@ -25,7 +25,7 @@ from hybridflow.models.tiny import create_tiny_model
 from hybridflow.models.twin import Twin
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import ROUTES
-from hybridflow.weight_sync.sources import GatheredTwin
+from hybridflow.weight_sync.reshard import GatheredTwin
 from ranks import Ranks
 
 ASK = Ask(log_probs=True, entropy=True, routes=True)

@@ -11,7 +11,7 @@ from engine_zoo import training_rows
 from sharded_runs import Run, ask, build, dealt, save_tiny
 from torch import Tensor, nn
 
-from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.config.model import FSDPConfig
 from hybridflow.engines.fsdp.offload import ActivationOffload, Offloader
 
 

@@ -14,10 +14,10 @@ from sharded_runs import Run, ask, build, loss_of, save_tiny, train, train_on_no
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.config.model import FSDPConfig
 from hybridflow.distributed.shards import is_absent
 from hybridflow.engines import Ask, BatchLimits
-from hybridflow.engines.pipeline.schedule import Pass, one_forward_one_backward
+from hybridflow.engines.pipeline import Pass, one_forward_one_backward
 from hybridflow.errors import ModelError
 from hybridflow.models.lora import LoraSettings
 from hybridflow.models.policy import PolicyModel

@@ -10,8 +10,7 @@ import torch
 from sharded_runs import Run, build, go, save_tiny, whole
 from torch import Tensor
 
-from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import OptimConfig
+from hybridflow.config.model import FSDPConfig, OptimConfig
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.workers.state import StatefulWorker
 from ranks import Ranks

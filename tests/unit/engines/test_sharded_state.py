@@ -12,8 +12,7 @@ from sharded_runs import EVEN, Run, ask, build, dealt, save_tiny, train, weights
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hybridflow.config.fsdp import FSDPConfig, MixedPrecisionConfig
-from hybridflow.config.model import OptimConfig
+from hybridflow.config.model import FSDPConfig, MixedPrecisionConfig, OptimConfig
 from hybridflow.engines import Ask, BatchLimits, Held
 from hybridflow.engines.micro_batches import split_further
 from hybridflow.errors import CheckpointError, HybridFlowError, TrainingError

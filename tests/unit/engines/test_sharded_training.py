@@ -10,7 +10,7 @@ import pytest
 import torch
 from sharded_runs import Run, save_tiny, train
 
-from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.config.model import FSDPConfig
 from hybridflow.engines import BatchLimits
 from hybridflow.models.lora import LoraSettings
 from ranks import Ranks

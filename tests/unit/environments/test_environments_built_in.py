@@ -9,7 +9,7 @@ import pytest
 
 from hybridflow.environments.built_in import OPPOSITE, Adventure, Calculator, Guess, Search
 from hybridflow.environments.reasoning_gym import ReasoningGym
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.models.tiny import create_tiny_tokenizer
 from hybridflow.tools.parsers import ToolCall
 from hybridflow.tools.parsers.hermes import HermesParser
 

@@ -11,9 +11,8 @@ import torch
 
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.explain import Line, format_bytes
-from hybridflow.config.fsdp import FSDPConfig, MixedPrecisionConfig
 from hybridflow.config.load import prepare_config
-from hybridflow.config.model import ModelConfig, OptimConfig
+from hybridflow.config.model import FSDPConfig, MixedPrecisionConfig, ModelConfig, OptimConfig
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.distributed.shards import local
 from hybridflow.engines.build import build_engine

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import ModelConfig
+from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.errors import ModelError
 from hybridflow.explain.run import MOST_RANKS, layout_lines

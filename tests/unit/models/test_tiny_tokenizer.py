@@ -9,8 +9,12 @@ import pytest
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from hybridflow.data.chat_template import ChatTemplate, check_conversation
-from hybridflow.models.tiny import create_tiny_model
-from hybridflow.models.tiny_tokenizer import TOOL_WORDS, create_tiny_tokenizer, create_tiny_tool_tokenizer
+from hybridflow.models.tiny import (
+    TOOL_WORDS,
+    create_tiny_model,
+    create_tiny_tokenizer,
+    create_tiny_tool_tokenizer,
+)
 
 QUESTION = "3 + 4 - 2 + 5 = ?"
 ANSWER = "3 + 4 = 7 . 7 - 2 = 5 . 5 + 5 = 10 . #### 10"

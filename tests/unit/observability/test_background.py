@@ -7,9 +7,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 
 from hybridflow.errors import ConfigError, Stopped
-from hybridflow.observability.trackers import SampleRow, Tracker, Trackers, background
-from hybridflow.observability.trackers.background import BackgroundTracker
-from hybridflow.observability.trackers.base import Outcome
+from hybridflow.observability.trackers import SampleRow, Tracker, Trackers, base
+from hybridflow.observability.trackers.base import BackgroundTracker, Outcome
 
 
 class Kept(Tracker):
@@ -80,8 +79,8 @@ def test_a_mistake_of_the_user_is_raised() -> None:
 def test_a_mistake_that_comes_late_is_told_and_keeps_nobody_waiting(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background, "START_SECONDS", 0.05)
-    monkeypatch.setattr(background, "MOST_WAITING", 3)
+    monkeypatch.setattr(base, "START_SECONDS", 0.05)
+    monkeypatch.setattr(base, "MOST_WAITING", 3)
     waited = threading.Event()
 
     def build() -> Tracker:
@@ -113,9 +112,9 @@ def test_a_library_that_wants_to_end_the_process_has_failed(caplog: pytest.LogCa
 def test_a_library_that_hangs_neither_slows_the_run_nor_keeps_it(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(background, "MOST_WAITING", 3)
-    monkeypatch.setattr(background, "CLOSE_SECONDS", 0.2)
-    monkeypatch.setattr(background, "QUIET_SECONDS", 0.1)
+    monkeypatch.setattr(base, "MOST_WAITING", 3)
+    monkeypatch.setattr(base, "CLOSE_SECONDS", 0.2)
+    monkeypatch.setattr(base, "QUIET_SECONDS", 0.1)
     goes_on = threading.Event()
 
     class Hanging(Kept):

@@ -11,9 +11,8 @@ import pytest
 
 from hybridflow.cli.main import main
 from hybridflow.config import PPOConfig
-from hybridflow.config.layout import RoleLayout
+from hybridflow.config.layout import RoleLayout, engine_keys
 from hybridflow.config.load import prepare_config
-from hybridflow.config.roles import engine_keys
 from hybridflow.explain.run import placed
 from hybridflow.planner.costs import FITTED, Costs
 from hybridflow.planner.hardware import read_devices

@@ -7,8 +7,7 @@ import random
 import pytest
 import torch
 
-from hybridflow.controller.dealing import plan_items
-from hybridflow.controller.mesh import MeshInfo
+from hybridflow.controller.mesh import MeshInfo, plan_items
 from hybridflow.errors import DataError
 from hybridflow.protocol.balancing import Workload
 from hybridflow.protocol.prompt import Medium, Prompt, token_ids_of

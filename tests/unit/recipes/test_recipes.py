@@ -14,7 +14,7 @@ from hybridflow.config.load import load_config, prepare_config
 from hybridflow.config.needs import uses_agents
 from hybridflow.config.recipes import COMPARISONS, FOLDER
 from hybridflow.config.tree import flatten, keys_of
-from hybridflow.data.tasks.arithmetic_preferences import STEP_END
+from hybridflow.data.tasks.arithmetic_chain import STEP_END
 from hybridflow.errors import ConfigError
 from hybridflow.tools.toolset import Toolset
 

@@ -14,10 +14,9 @@ from hybridflow.config.reward import CustomRewardConfig, RewardConfig
 from hybridflow.errors import RewardError
 from hybridflow.processes.channel import MARK, ChannelBroken, frame, take_messages
 from hybridflow.rewards import ScoreRequest
-from hybridflow.rewards.build import build_reward_manager
-from hybridflow.rewards.in_process import ExitGuard
+from hybridflow.rewards.build import ExitGuard, build_reward_manager
+from hybridflow.rewards.call import MAX_ANSWER
 from hybridflow.rewards.result import normalize_result
-from hybridflow.rewards.worker import MAX_ANSWER
 
 FUNCTION = """
 import os

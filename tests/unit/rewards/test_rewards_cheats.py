@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 from program_tables import programs_in
 
-from hybridflow.config.reward import RewardConfig
-from hybridflow.config.sandbox import SandboxConfig
+from hybridflow.config.reward import RewardConfig, SandboxConfig
 from hybridflow.errors import ConfigError
 from hybridflow.rewards.apart.decoding import ERRORS, PLAIN, read
 from hybridflow.rewards.apart.programs import Program, together

@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-from hybridflow.config.reward import RewardConfig, SandboxFusionConfig
-from hybridflow.config.sandbox import SandboxConfig
+from hybridflow.config.reward import RewardConfig, SandboxConfig, SandboxFusionConfig
 from hybridflow.errors import ConfigError
 from hybridflow.rewards import Outcome, ScoreRequest
 from hybridflow.rewards.apart.programs import Program

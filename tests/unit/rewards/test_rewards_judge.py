@@ -16,7 +16,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.dry_run import dry_run
 from hybridflow.rewards.manager import ScoredBatch
-from hybridflow.rewards.request import ScoreRequest
+from hybridflow.rewards.result import ScoreRequest
 
 ANSWERS = {
     "good": "It is fine.\nScore: 10",

@@ -10,9 +10,8 @@ import pytest
 
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
 from hybridflow.rewards import RewardManager, ScoreRequest
-from hybridflow.rewards.build import CachedScorer, build_reward_manager
+from hybridflow.rewards.build import CachedScorer, InProcessScorer, build_reward_manager
 from hybridflow.rewards.function import RewardFunction
-from hybridflow.rewards.in_process import InProcessScorer
 from hybridflow.rewards.pool import RateLimit
 
 

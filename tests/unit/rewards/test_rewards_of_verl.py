@@ -12,7 +12,7 @@ import pytest
 from hybridflow.errors import RewardError
 from hybridflow.rewards.apart.programs import Program, together
 from hybridflow.rewards.functions import geometry3k, math_dapo
-from hybridflow.rewards.table import function_of
+from hybridflow.rewards.load import function_of
 from hybridflow.rewards.test_cases import programs_of, same_text, solution_of
 
 

@@ -13,7 +13,7 @@ import httpx
 import openai
 from fake_session import FakeSession
 
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.models.tiny import create_tiny_tokenizer
 from hybridflow.rollout.base import GenerationRequest
 from hybridflow.rollout.client import EngineReplica, LLMClient
 from hybridflow.rollout.server.model import ServedModel

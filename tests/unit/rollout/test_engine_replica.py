@@ -15,7 +15,7 @@ from rollout_models import prompts, requests_for, run, tiny_engine
 from scripted_engine import ScriptedEngine
 from test_native_begun import exact_engine
 
-from hybridflow.distributed.replica_ranks import ReplicaRanks
+from hybridflow.distributed.process_group import ReplicaRanks
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.engine_replica import STEPS_PER_TALK, Commands, EngineReplica, ReplicaLost

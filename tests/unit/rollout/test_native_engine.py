@@ -13,7 +13,7 @@ from hybridflow.protocol.packing import make_rows, pack
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.native.engine import NativeEngine
-from hybridflow.rollout.native.random_numbers import stream_keys, uniforms
+from hybridflow.rollout.native.sampling import stream_keys, uniforms
 
 
 def greedy_by_transformers(engine: NativeEngine, prompt: tuple[int, ...], max_tokens: int) -> list[int]:

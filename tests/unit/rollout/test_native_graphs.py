@@ -26,9 +26,9 @@ from hybridflow.rollout.base import GenerationOutput, GenerationRequest, Samplin
 from hybridflow.rollout.build import build_rollout_engine
 from hybridflow.rollout.native import graphs, sampling
 from hybridflow.rollout.native.engine import NativeEngine
-from hybridflow.rollout.native.graph_sampler import GraphSampler
 from hybridflow.rollout.native.graphs import (
     GraphDecoder,
+    GraphSampler,
     capture_sizes,
     decode_rows,
     graph_decoder,

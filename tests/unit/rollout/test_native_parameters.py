@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
-from hybridflow.rollout.native.random_numbers import stream_keys, uniforms
 from hybridflow.rollout.native.rows import RowTable
+from hybridflow.rollout.native.sampling import stream_keys, uniforms
 
 FORBIDDEN = -float("inf")
 PARAMS = [

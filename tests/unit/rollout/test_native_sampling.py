@@ -12,7 +12,6 @@ from hybridflow.errors import RolloutError
 from hybridflow.models.log_probs import log_probs_from_logits
 from hybridflow.rollout.base import SamplingParams
 from hybridflow.rollout.native import sampling
-from hybridflow.rollout.native.random_numbers import stream_keys, uniforms
 from hybridflow.rollout.native.sampling import (
     BEYOND,
     LEADERS,
@@ -25,6 +24,8 @@ from hybridflow.rollout.native.sampling import (
     probability_floor,
     sample,
     sampling_problem,
+    stream_keys,
+    uniforms,
 )
 
 

@@ -9,7 +9,7 @@ import torch
 from rollout_models import EOS, prompts, requests_for, run, tiny_engine
 
 from hybridflow.rollout.base import SamplingParams
-from hybridflow.rollout.native.stop_text import StopTexts
+from hybridflow.rollout.native.responses import StopTexts
 
 PIECES = [
     b"a",

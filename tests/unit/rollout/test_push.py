@@ -17,17 +17,15 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import TCPStore
 
-from hybridflow.distributed.bit_sum import bit_sum
-from hybridflow.distributed.boxes import Box
+from hybridflow.distributed.shards import Box, bit_sum
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.push import channel as channels
 from hybridflow.rollout.push import receiver as receiving
 from hybridflow.rollout.push import sender as sending
 from hybridflow.rollout.push import transports
-from hybridflow.rollout.push.channel import Channel, Listener
+from hybridflow.rollout.push.channel import Channel, Listener, TunnelEnd
 from hybridflow.rollout.push.receiver import NOTHING, Receiver
 from hybridflow.rollout.push.sender import KeptGroup, Transport, address_towards, push
-from hybridflow.rollout.push.tunnel import TunnelEnd
 from ranks import forked
 
 HERE = Receiver()

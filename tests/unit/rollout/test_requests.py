@@ -7,7 +7,7 @@ from dataclasses import replace
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.randomness import derive_seed
 from hybridflow.rollout.base import Begun, GenerationOutput, GenerationRequest, SamplingParams
-from hybridflow.rollout.requests import aborted, rest_of, rest_problem, whole_of
+from hybridflow.rollout.session_engine import aborted, rest_of, rest_problem, whole_of
 
 SAMPLING = SamplingParams(10, min_tokens=4, top_log_probs=1)
 REQUEST = GenerationRequest(3, Prompt((5, 6)), SAMPLING, seed=11)

@@ -14,13 +14,12 @@ from tokenizers.models import BPE
 from transformers import PreTrainedTokenizerFast
 
 from hybridflow.data.tokenizer import encode_rendered
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.models.tiny import create_tiny_tokenizer
 from hybridflow.rollout.base import GenerationOutput, PartialOutput, SamplingParams
 from hybridflow.rollout.server.job import Job, ToolUse
-from hybridflow.rollout.server.model import ServedModel
+from hybridflow.rollout.server.model import BYTE_OF, Detokenizer, ServedModel, StopCutter, TokenNames
 from hybridflow.rollout.server.reading import ChoiceReader
 from hybridflow.rollout.server.schema import SamplingBody
-from hybridflow.rollout.server.text import BYTE_OF, Detokenizer, StopCutter, TokenNames
 from hybridflow.tools.parsers import ToolCall
 
 TEXTS = ("plain", "naïve café", "日本語のテキスト", "👩‍👩‍👧 and 🏳️‍🌈", "a\ufffdb", "")

@@ -13,10 +13,9 @@ from hybridflow.config.actor_rollout_ref import EngineKwargsConfig, RolloutConfi
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
-from hybridflow.rollout.remote.http import Address
+from hybridflow.rollout.remote.http import Address, free_port
 from hybridflow.rollout.remote.model import ModelFacts
-from hybridflow.rollout.remote.process import free_port
-from hybridflow.rollout.sglang import loader, sampler
+from hybridflow.rollout.sglang import loader
 from hybridflow.rollout.sglang.engine import (
     command_line,
     positions_of,
@@ -39,12 +38,12 @@ def info(**limits: Any) -> SimpleNamespace:
 def test_draws_follow_the_probabilities_and_depend_on_seed_and_place_alone() -> None:
     probs = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05, 0.0]).repeat(ROWS, 1)
     places = torch.full((ROWS,), 9)
-    tokens = sampler.drawn(probs, info(), places, simple=True)
+    tokens = loader.drawn(probs, info(), places, simple=True)
     counts = torch.bincount(tokens, minlength=TOKENS) / ROWS
     assert counts[5] == 0 and (counts - probs[0]).abs().max() < 4 * (0.25 / ROWS) ** 0.5
     alone = SimpleNamespace(**{**vars(info()), "sampling_seed": torch.tensor([17 * 7919])})
-    assert int(sampler.drawn(probs[:1], alone, places[:1], simple=True)) == int(tokens[17])
-    assert not torch.equal(sampler.drawn(probs, info(), places + 1, simple=True), tokens)
+    assert int(loader.drawn(probs[:1], alone, places[:1], simple=True)) == int(tokens[17])
+    assert not torch.equal(loader.drawn(probs, info(), places + 1, simple=True), tokens)
 
 
 @pytest.mark.parametrize(
@@ -59,7 +58,7 @@ def test_draws_follow_the_probabilities_and_depend_on_seed_and_place_alone() -> 
 def test_only_allowed_tokens_are_drawn(limits: dict[str, torch.Tensor], allowed: int) -> None:
     probs = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05, 0.0]).repeat(ROWS, 1)
     before = probs.clone()
-    tokens = sampler.drawn(probs, info(**limits), torch.zeros(ROWS), simple=False)
+    tokens = loader.drawn(probs, info(**limits), torch.zeros(ROWS), simple=False)
     assert set(tokens.tolist()) == set(range(allowed)) and torch.equal(probs, before)
 
 
@@ -95,9 +94,9 @@ def test_batches_get_seeds_log_probs_their_bare_logits_and_penalties_the_prompt(
         def _prepare(self) -> None:
             pass
 
-    sampler.give_seeds(Batch)
-    sampler.keep_bare_logits(Batch, Draws)
-    sampler.count_prompts(Penalizer)
+    loader.give_seeds(Batch)
+    loader.keep_bare_logits(Batch, Draws)
+    loader.count_prompts(Penalizer)
     requests = [SimpleNamespace(sampling_params=SimpleNamespace(sampling_seed=seed)) for seed in (5, None)]
     batch = Batch.from_schedule_batch(SimpleNamespace(reqs=requests), 9)
     assert batch.sampling_seed.tolist() == [5, 0]

@@ -11,7 +11,7 @@ from sglang_recording import RECORD, Replay, connect, scenario, serving
 
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.push.receiver import Receiver
-from hybridflow.rollout.sglang import loader, sampler
+from hybridflow.rollout.sglang import loader
 
 GIVEN = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.ones(4)}
 
@@ -19,7 +19,7 @@ GIVEN = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.ones(4)}
 @pytest.fixture
 def replay(monkeypatch: pytest.MonkeyPatch) -> Iterator[Replay]:
     """With the weights' side of SGLang in this process, and without its sampler."""
-    monkeypatch.setattr(sampler, "install", lambda: None)
+    monkeypatch.setattr(loader, "install", lambda: None)
     monkeypatch.setattr(loader, "_RECEIVED", Receiver())
     yield Replay(json.loads(RECORD.read_text(encoding="utf-8"))["entries"], {})
 

@@ -24,10 +24,9 @@ from hybridflow.models.tiny import create_tiny_model
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.push.receiver import Receiver
-from hybridflow.rollout.remote import process as process_module
-from hybridflow.rollout.remote.http import Address, Refused, ServerGone
+from hybridflow.rollout.remote import http as process_module
+from hybridflow.rollout.remote.http import Address, Refused, ServerGone, ServerProcess, free_port
 from hybridflow.rollout.remote.model import ModelFacts
-from hybridflow.rollout.remote.process import ServerProcess, free_port
 from hybridflow.rollout.vllm import build as vllm_build
 from hybridflow.rollout.vllm.engine import VLLMEngine
 from hybridflow.rollout.vllm.server import Server

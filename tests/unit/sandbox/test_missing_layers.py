@@ -20,7 +20,7 @@ pytestmark = [
 # the sandbox's own filter of system calls refuses namespaces to this process and those below it
 PROGRAM = """
 import dataclasses, json, sys
-from hybridflow.config.sandbox import SandboxConfig
+from hybridflow.config.reward import SandboxConfig
 from hybridflow.errors import ConfigError
 from hybridflow.sandbox import seccomp
 from hybridflow.sandbox.sandbox import Sandbox
@@ -38,7 +38,7 @@ with Sandbox(config) as sandbox:
 # mounting is refused, namespaces are not
 WITHOUT_MOUNTS = """
 import json
-from hybridflow.config.sandbox import SandboxConfig
+from hybridflow.config.reward import SandboxConfig
 from hybridflow.errors import ConfigError
 from hybridflow.sandbox import seccomp
 from hybridflow.sandbox.sandbox import Sandbox
@@ -52,7 +52,7 @@ for give_up in (["private_root"], ["private_root", "namespaces", "other_uid"]):
         print(json.dumps(str(error)))
 """
 OWNER = """
-from hybridflow.config.sandbox import SandboxConfig
+from hybridflow.config.reward import SandboxConfig
 from hybridflow.sandbox import seccomp
 from hybridflow.sandbox.sandbox import Sandbox
 seccomp.install()

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from endings import gone, wait_until
-from hybridflow.config.sandbox import SandboxConfig
+from hybridflow.config.reward import SandboxConfig
 from hybridflow.errors import ConfigError
 from hybridflow.sandbox.sandbox import Sandbox, SandboxPool
 from hybridflow.sandbox.verdict import Limits, Verdict

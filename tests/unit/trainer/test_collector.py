@@ -16,7 +16,7 @@ from tiny_trainer import build, ppo_config
 from hybridflow.agent.collate import collate
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
-from hybridflow.controller.future import Part
+from hybridflow.controller.backend import Part
 from hybridflow.controller.local import in_memory
 from hybridflow.episodes.filters import rows_of
 from hybridflow.errors import WorkerLost
@@ -27,7 +27,7 @@ from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.remote import RemoteColumn, widths_of
 from hybridflow.protocol.trajectory import Lineage, Segment, Trajectory
 from hybridflow.trainer.ppo.collector import Collector, Collectors, shared_out
-from hybridflow.trainer.ppo.remote_columns import MASKS, STAYS, divided, needs_whole_rows, whole
+from hybridflow.trainer.ppo.columns import MASKS, STAYS, divided, needs_whole_rows, whole
 from hybridflow.trainer.ppo.reward_watch import RewardWatch
 from hybridflow.workers.actor import POLICY_COLUMNS
 

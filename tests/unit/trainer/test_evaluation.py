@@ -20,7 +20,7 @@ from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.rollout.server.build import ServeSettings, build_service
 from hybridflow.rollout.server.run import DrainingServer, listen
 from hybridflow.trainer import main_eval, main_generation
-from hybridflow.trainer.evaluation.answers import Answer, AnswerFile
+from hybridflow.trainer.evaluation.results import Answer, AnswerFile
 
 SAMPLED = (
     "actor_rollout_ref.rollout.val_kwargs.n=2",

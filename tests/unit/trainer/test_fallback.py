@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from hybridflow.config import PPOConfig, SFTConfig
+from hybridflow.config.cluster import num_cpus
 from hybridflow.config.load import prepare_config
-from hybridflow.controller.surroundings import num_cpus
 from hybridflow.errors import ConfigError
 from hybridflow.trainer import fallback as fallback_module
 from hybridflow.trainer.fallback import fallback

@@ -10,8 +10,7 @@ import torch
 from tiny_trainer import build, ppo_config, tiny_model
 from torch.distributed.tensor import DTensor
 
-from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import OptimConfig
+from hybridflow.config.model import FSDPConfig, OptimConfig
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.engines import Ask, BatchLimits
 from hybridflow.engines.build import build_engine

@@ -16,8 +16,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from tiny_trainer import build, ppo_config, tiny_model
 
 from hybridflow.observability.trackers import Trackers
-from hybridflow.observability.trackers.background import BackgroundTracker
-from hybridflow.rollout.server.metrics import Metrics
+from hybridflow.observability.trackers.base import BackgroundTracker
+from hybridflow.rollout.server.service import Metrics
 
 ROOT = Path(__file__).resolve().parents[3]
 GRAFANA = ROOT / "docker" / "grafana"

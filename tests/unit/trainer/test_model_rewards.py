@@ -23,7 +23,7 @@ from hybridflow.config.reward import RewardConfig, RewardModelRoleConfig
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import ConfigError, ModelError, RewardError
 from hybridflow.protocol import DataProto
-from hybridflow.rewards.request import Outcome, ScoreRequest
+from hybridflow.rewards.result import Outcome, ScoreRequest
 from hybridflow.trainer.ppo.build import build
 from hybridflow.trainer.ppo.model_rewards import ModelReader, ModelScorer
 from hybridflow.workers.reward_model import SCORES

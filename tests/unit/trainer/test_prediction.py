@@ -13,9 +13,8 @@ from tiny_trainer import build, ppo_config
 
 from hybridflow.distributed.device import measured_cpu, peak_since_asked
 from hybridflow.explain.trial import small_batch
-from hybridflow.planner.costs import Costs, Rows
+from hybridflow.planner.costs import Costs, Lengths, Rows
 from hybridflow.planner.hardware import HARDWARE, Cluster
-from hybridflow.planner.lengths import Lengths
 from hybridflow.planner.model_shape import read_shape
 from hybridflow.planner.run_plan import RunPlan
 from hybridflow.trainer.ppo.run_plan import make_predictor

@@ -12,7 +12,7 @@ import torch
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import load_config
-from hybridflow.config.profiler import ProfilerConfig
+from hybridflow.config.root import ProfilerConfig
 from hybridflow.controller import Dispatch, LocalBackend, Worker, WorkerGroup, register
 from hybridflow.errors import ConfigError
 from hybridflow.observability import profiling

@@ -14,7 +14,7 @@ from tiny_trainer import actor_module, build, metrics_of, ppo_config
 from torch import Tensor
 
 from hybridflow.checkpoint.store import CheckpointStore
-from hybridflow.controller.future import Part
+from hybridflow.controller.backend import Part
 from hybridflow.controller.local import in_memory
 from hybridflow.errors import ConfigError, Stopped
 from hybridflow.protocol import DataProto

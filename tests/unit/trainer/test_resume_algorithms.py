@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from tiny_trainer import metrics_of, ppo_config
 
-from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.config.model import FSDPConfig
 from hybridflow.trainer.ppo.build import build
 from hybridflow.trainer.resume import say_changes
 

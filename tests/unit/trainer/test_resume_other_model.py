@@ -15,8 +15,7 @@ import pytest
 from tiny_trainer import build, ppo_config, sft_config, tiny_model
 
 from hybridflow.errors import CheckpointError
-from hybridflow.trainer.model_facts import model_facts
-from hybridflow.trainer.resume import check_resume
+from hybridflow.trainer.resume import check_resume, model_facts
 from hybridflow.trainer.sft.build import build as build_sft
 
 ONE_STEP = ("trainer.total_training_steps=1", "trainer.save_freq=1")

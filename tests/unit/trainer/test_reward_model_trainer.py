@@ -15,10 +15,10 @@ from transformers import AutoModelForSequenceClassification, AutoModelForTokenCl
 from hybridflow.config import RewardModelConfig
 from hybridflow.config.load import prepare_config
 from hybridflow.config.preference import RewardDataConfig
-from hybridflow.data.step_labels import StepDataset
+from hybridflow.data.preference import StepDataset
 from hybridflow.errors import CheckpointError
 from hybridflow.merger import merge
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.models.tiny import create_tiny_tokenizer
 from hybridflow.protocol import DataProto
 from hybridflow.trainer.sft.build import build
 from hybridflow.trainer.sft.kinds import reward_rows

@@ -10,9 +10,8 @@ import torch
 from tiny_trainer import build, ppo_config, tiny_model
 
 from hybridflow.config import PPOConfig
-from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import ModelConfig
-from hybridflow.config.roles import ROLE_KEYS, engine_keys
+from hybridflow.config.layout import ROLE_KEYS, engine_keys
+from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.config.tree import get_value
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.trainer.ppo.build import PPOTrainer

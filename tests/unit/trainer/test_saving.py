@@ -16,11 +16,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.checkpoint import shard_storage
+from hybridflow.checkpoint import sharded
 from hybridflow.checkpoint.layout import TRACKER
 from hybridflow.checkpoint.shard_index import read_tensors
+from hybridflow.checkpoint.state import write_tensors
 from hybridflow.checkpoint.store import CheckpointStore
-from hybridflow.checkpoint.tensor_file import write_tensors
 from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.controller import LocalBackend
 from hybridflow.errors import CheckpointError
@@ -68,7 +68,7 @@ class Gate:
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate = Gate()
-    monkeypatch.setattr(shard_storage, "write_tensors", gate.write)
+    monkeypatch.setattr(sharded, "write_tensors", gate.write)
     yield gate
     gate.opened.set()  # no thread waits on
 
@@ -284,7 +284,7 @@ def test_a_file_that_the_driver_does_not_see_is_no_checkpoint(
         path.rename(tmp_path / path.name)  # a folder of another node
         return digest
 
-    monkeypatch.setattr(shard_storage, "write_tensors", elsewhere)
+    monkeypatch.setattr(sharded, "write_tensors", elsewhere)
     house = House(tmp_path / "run", actor=AT_ONCE, critic=AT_ONCE)
     with pytest.raises(
         CheckpointError,

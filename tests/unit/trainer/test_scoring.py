@@ -14,8 +14,8 @@ from hybridflow.episodes.scoring import Scoring
 from hybridflow.protocol.columns import place_scores
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.trajectory import Lineage, Outcome, Segment, Trajectory
+from hybridflow.rewards.build import InProcessScorer
 from hybridflow.rewards.function import RewardFunction
-from hybridflow.rewards.in_process import InProcessScorer
 from hybridflow.rewards.manager import RewardManager
 
 

@@ -15,7 +15,7 @@ from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.config.data import SFTDataConfig
 from hybridflow.data.sft import SFTDataset, SFTRow
 from hybridflow.errors import CheckpointError, ConfigError
-from hybridflow.models.tiny_tokenizer import create_tiny_tokenizer
+from hybridflow.models.tiny import create_tiny_tokenizer
 from hybridflow.protocol.packing import pack
 from hybridflow.trainer.sft.build import build
 from hybridflow.trainer.sft.step import conversation_rows

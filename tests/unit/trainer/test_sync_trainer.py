@@ -23,7 +23,7 @@ from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import PackedBatch, share_prompts
 from hybridflow.trainer.ppo.build import PPOTrainer
-from hybridflow.trainer.ppo.remote_columns import STAYS, TEXTS, TOKENS
+from hybridflow.trainer.ppo.columns import STAYS, TEXTS, TOKENS
 from hybridflow.trainer.ppo.validation import Validator
 
 FAST = "actor_rollout_ref.rollout.exact=false"

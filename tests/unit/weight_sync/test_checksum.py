@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridflow.distributed import bit_sum as module
-from hybridflow.distributed.bit_sum import bit_sum
-from hybridflow.distributed.boxes import Box
+from hybridflow.distributed import shards as module
+from hybridflow.distributed.shards import Box, bit_sum
 from hybridflow.weight_sync.holding import explain_difference, first_difference
 
 

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from hybridflow.distributed.boxes import Box, box_at
+from hybridflow.distributed.shards import Box, box_at
 from hybridflow.weight_sync.plan import Parameter, Plan, make_plan
 
 FP32 = torch.float32

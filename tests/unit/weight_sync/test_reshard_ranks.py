@@ -12,9 +12,8 @@ from sync_models import policy, requests, spread, state
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from hybridflow.distributed.boxes import Box
-from hybridflow.distributed.replica_ranks import ReplicaRanks
-from hybridflow.distributed.shards import local, own_box
+from hybridflow.distributed.process_group import ReplicaRanks
+from hybridflow.distributed.shards import Box, local, own_box
 from hybridflow.engines.fsdp.sharding import held_weights
 from hybridflow.errors import RolloutError
 from hybridflow.models.lora import LoraSettings, add_lora
@@ -22,8 +21,7 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.models.twin import Twin
 from hybridflow.rollout.base import WeightSource
 from hybridflow.rollout.native.engine import NativeEngine
-from hybridflow.weight_sync.reshard import Reshard
-from hybridflow.weight_sync.sources import GatheredTwin, OffloadedSource
+from hybridflow.weight_sync.reshard import GatheredTwin, OffloadedSource, Reshard
 from ranks import Ranks
 
 CPU = torch.device("cpu")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybridflow.errors import RolloutError
-from hybridflow.weight_sync.sources import OffloadedSource
+from hybridflow.weight_sync.reshard import OffloadedSource
 
 
 class Engine:

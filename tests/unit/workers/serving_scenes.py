@@ -30,7 +30,7 @@ from hybridflow.rollout.base import GenerationOutput, GenerationRequest, Samplin
 from hybridflow.rollout.client import ReplicaLost
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.weight_sync.holding import Holding
-from hybridflow.weight_sync.remote_push import RemotePush
+from hybridflow.weight_sync.push import RemotePush
 from hybridflow.workers.actor import ActorGroup, ActorWorker
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_group import RolloutGroup

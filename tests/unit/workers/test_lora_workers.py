@@ -15,8 +15,7 @@ from worker_house import rows
 from hybridflow.checkpoint.shard_index import read_tensors
 from hybridflow.checkpoint.sharded import load_shards, save_shards
 from hybridflow.config.actor_rollout_ref import ActorConfig
-from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import OptimConfig
+from hybridflow.config.model import FSDPConfig, OptimConfig
 from hybridflow.controller import LocalBackend
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.engines import BatchLimits

@@ -17,7 +17,7 @@ from hybridflow.algorithms.policy_losses import POLICY_LOSSES
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
 from hybridflow.config.algorithm import AlgorithmConfig, KLControlConfig, RolloutCorrectionConfig
-from hybridflow.config.critic import CriticConfig
+from hybridflow.config.root import CriticConfig
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto

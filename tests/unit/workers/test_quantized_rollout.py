@@ -10,8 +10,7 @@ from test_rollout_worker import EOS, LORA, actor_worker, generated, learn, reque
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import OptimConfig
+from hybridflow.config.model import FSDPConfig, OptimConfig
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.engines.build import build_engine
 from hybridflow.engines.fsdp import FSDPEngine

@@ -16,8 +16,8 @@ from rollout_scenes import SCENES, factories, group_on, request
 from scripted_engine import ScriptedEngine
 
 from hybridflow.controller import LocalBackend, MeshInfo, RankInfo
+from hybridflow.controller.backend import Part
 from hybridflow.controller.dispatch import Call, Lane
-from hybridflow.controller.future import Part
 from hybridflow.errors import RolloutError, WorkerLost
 from hybridflow.rollout.client import LLMClient, ReplicaLost
 from hybridflow.workers.rollout import COLLECTOR_NUMBERS, RolloutWorker

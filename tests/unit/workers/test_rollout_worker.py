@@ -15,11 +15,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hybridflow.config.actor_rollout_ref import ActorConfig, RolloutConfig
 from hybridflow.config.model import OptimConfig
 from hybridflow.controller import LocalBackend, MeshInfo
-from hybridflow.controller.dealing import cut_items, plan_items
-from hybridflow.distributed.bit_sum import bit_sum
-from hybridflow.distributed.boxes import Box
+from hybridflow.controller.mesh import cut_items, plan_items
 from hybridflow.distributed.layout import ParallelLayout
-from hybridflow.distributed.shards import local
+from hybridflow.distributed.shards import Box, bit_sum, local
 from hybridflow.engines import BatchLimits
 from hybridflow.engines.build import build_engine
 from hybridflow.engines.fsdp import FSDPEngine
@@ -31,7 +29,7 @@ from hybridflow.rollout.base import GenerationOutput, GenerationRequest, Rollout
 from hybridflow.rollout.hf.engine import HFEngine
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.weight_sync import holding, reshard
-from hybridflow.weight_sync.remote_push import WeightShare, deal_tensors
+from hybridflow.weight_sync.push import WeightShare, deal_tensors
 from hybridflow.workers.actor import ActorGroup, ActorWorker
 from hybridflow.workers.rollout import RolloutWorker
 from hybridflow.workers.rollout_build import build_rollout_worker

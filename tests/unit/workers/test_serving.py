@@ -33,7 +33,7 @@ from hybridflow.rollout.base import GenerationOutput, GenerationRequest
 from hybridflow.rollout.client import ReplicaLost
 from hybridflow.rollout.engine_replica import ReplicaUse
 from hybridflow.rollout.native import session as native
-from hybridflow.weight_sync.remote_push import RemotePush
+from hybridflow.weight_sync.push import RemotePush
 from hybridflow.workers.rollout import COLLECTOR_NUMBERS, RolloutWorker
 from hybridflow.workers.rollout_replica import WorkerReplica
 

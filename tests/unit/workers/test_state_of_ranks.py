@@ -11,9 +11,9 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from hybridflow.checkpoint import shard_storage
+from hybridflow.checkpoint import sharded
 from hybridflow.checkpoint.manifest import FileDigest, file_digest
-from hybridflow.checkpoint.tensor_file import write_tensors
+from hybridflow.checkpoint.state import write_tensors
 from hybridflow.controller import LocalBackend
 from hybridflow.errors import CheckpointError
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
@@ -72,7 +72,7 @@ def fail_on_one(rank: int, folder: str) -> list[str]:
         return write_tensors(path, tensors)
 
     told = []
-    shard_storage.write_tensors = full_disk  # type: ignore[assignment]
+    sharded.write_tensors = full_disk  # type: ignore[assignment]
     try:
         worker = StatefulWorker(Sharded(1.0))
         worker.start_save(folder, PARTS)
@@ -82,7 +82,7 @@ def fail_on_one(rank: int, folder: str) -> list[str]:
             except CheckpointError as error:
                 told.append(str(error))
     finally:
-        shard_storage.write_tensors = write_tensors
+        sharded.write_tensors = write_tensors
     return [*told, str(worker.save_done())]
 
 

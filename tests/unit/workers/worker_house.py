@@ -6,9 +6,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hybridflow.config.actor_rollout_ref import ActorConfig
-from hybridflow.config.critic import CriticConfig
 from hybridflow.config.model import OptimConfig
 from hybridflow.config.reward import ProcessRewardModelConfig
+from hybridflow.config.root import CriticConfig
 from hybridflow.controller import LocalBackend, RankInfo
 from hybridflow.engines import BatchLimits
 from hybridflow.engines.fsdp import FSDPEngine

@@ -9,7 +9,7 @@ from torch import Tensor
 from hybridflow.algorithms.advantages.groups import learned_from
 from hybridflow.algorithms.advantages.recursion import discounted_sum, next_step
 from hybridflow.algorithms.advantages.types import Advantages
-from hybridflow.algorithms.masked import masked_whiten, zero_outside
+from hybridflow.algorithms.aggregation import masked_whiten, zero_outside
 
 
 def gae(

@@ -10,7 +10,7 @@ from torch import Tensor
 from hybridflow.algorithms.advantages.groups import group_statistics, learned_from, on_every_token
 from hybridflow.algorithms.advantages.grpo import against_the_group
 from hybridflow.algorithms.advantages.types import Advantages
-from hybridflow.algorithms.masked import at_least_float32, masked_whiten
+from hybridflow.algorithms.aggregation import at_least_float32, masked_whiten
 from hybridflow.errors import ConfigError
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.advantages.types import Advantages
-from hybridflow.algorithms.masked import masked_sum, zero_outside
+from hybridflow.algorithms.aggregation import masked_sum, zero_outside
 
 
 @dataclass(frozen=True)

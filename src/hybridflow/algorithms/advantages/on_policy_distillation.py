@@ -7,7 +7,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from hybridflow.algorithms.advantages.types import Advantages
-from hybridflow.algorithms.masked import zero_outside
+from hybridflow.algorithms.aggregation import zero_outside
 
 
 def on_policy_distillation(

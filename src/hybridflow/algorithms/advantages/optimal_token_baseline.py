@@ -8,7 +8,7 @@ from torch import Tensor
 from hybridflow.algorithms.advantages.groups import group_sum, scored
 from hybridflow.algorithms.advantages.recursion import discounted_sum, still_to_come
 from hybridflow.algorithms.advantages.types import Advantages
-from hybridflow.algorithms.masked import zero_outside
+from hybridflow.algorithms.aggregation import zero_outside
 
 
 def optimal_token_baseline(

@@ -8,7 +8,7 @@ from hybridflow.algorithms.advantages.groups import group_sum, learned_from, sco
 from hybridflow.algorithms.advantages.recursion import discounted_sum, still_to_come
 from hybridflow.algorithms.advantages.rloo import leave_one_out
 from hybridflow.algorithms.advantages.types import Advantages
-from hybridflow.algorithms.masked import masked_mean, masked_whiten, zero_outside
+from hybridflow.algorithms.aggregation import masked_mean, masked_whiten, zero_outside
 
 
 def prime(

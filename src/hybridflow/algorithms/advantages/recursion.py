@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.masked import zero_outside
+from hybridflow.algorithms.aggregation import zero_outside
 
 
 def discounted_sum(x: Tensor, mask: Tensor, discount: float | Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from hybridflow.algorithms.advantages.groups import learned_from, on_every_token
 from hybridflow.algorithms.advantages.grpo import against_the_group
 from hybridflow.algorithms.advantages.recursion import discounted_sum
 from hybridflow.algorithms.advantages.types import Advantages
-from hybridflow.algorithms.masked import masked_whiten
+from hybridflow.algorithms.aggregation import masked_whiten
 
 
 def reinforce_plus_plus(

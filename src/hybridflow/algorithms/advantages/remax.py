@@ -6,7 +6,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.advantages.recursion import discounted_sum
 from hybridflow.algorithms.advantages.types import Advantages
-from hybridflow.algorithms.masked import at_least_float32, zero_outside
+from hybridflow.algorithms.aggregation import at_least_float32, zero_outside
 
 
 def remax(token_level_rewards: Tensor, response_mask: Tensor, reward_baselines: Tensor) -> Advantages:

@@ -7,8 +7,7 @@ from torch import Tensor
 
 from hybridflow.algorithms import preference
 from hybridflow.algorithms.advantages.groups import group_best, group_sum
-from hybridflow.algorithms.aggregation import LossOutput
-from hybridflow.algorithms.masked import masked_mean, masked_sum, zero_outside
+from hybridflow.algorithms.aggregation import LossOutput, masked_mean, masked_sum, zero_outside
 from hybridflow.algorithms.policy_losses.inputs import LossInputs, finish_loss, per_token
 from hybridflow.errors import ConfigError
 
@@ -31,7 +30,7 @@ def dpo(
     one prompt, which must be in one micro-batch. Rows of equal `trajectory_id` are one row with the tokens of
     all; without it, each row is one. Only the sign of a row's mean advantage counts. β: `dpo_beta`;
     `dpo_loss` is sigmoid (with `dpo_label_smoothing`: cDPO) or ipo; their equations are in
-    `algorithms/preference`.
+    `algorithms/preference.py`.
 
     The group's loss is that of each row that takes part, in equal parts on its tokens; so `loss_agg_mode`
     None, which is seq-mean-token-sum, weighs a group by its rows that take part, over all rows of the

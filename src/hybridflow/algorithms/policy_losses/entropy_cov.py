@@ -7,8 +7,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.aggregation import LossOutput
-from hybridflow.algorithms.masked import masked_mean, zero_outside
+from hybridflow.algorithms.aggregation import LossOutput, masked_mean, zero_outside
 from hybridflow.algorithms.policy_losses.inputs import LossInputs, Tokens, clipped, finish_loss
 from hybridflow.errors import ConfigError
 

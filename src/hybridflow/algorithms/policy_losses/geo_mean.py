@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hybridflow.algorithms.aggregation import LossOutput
-from hybridflow.algorithms.masked import masked_mean
+from hybridflow.algorithms.aggregation import LossOutput, masked_mean
 from hybridflow.algorithms.policy_losses.inputs import LossInputs, finish_loss
 
 

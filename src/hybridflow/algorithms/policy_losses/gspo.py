@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hybridflow.algorithms.aggregation import LossOutput
-from hybridflow.algorithms.masked import masked_mean
+from hybridflow.algorithms.aggregation import LossOutput, masked_mean
 from hybridflow.algorithms.policy_losses.inputs import LossInputs, clipped, finish_loss
 
 

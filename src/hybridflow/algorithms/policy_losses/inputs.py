@@ -12,8 +12,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.aggregation import LossOutput, LossScale, Ratio, aggregate
-from hybridflow.algorithms.masked import masked_sum, zero_outside
+from hybridflow.algorithms.aggregation import (
+    LossOutput,
+    LossScale,
+    Ratio,
+    aggregate,
+    masked_sum,
+    zero_outside,
+)
 from hybridflow.errors import ConfigError
 
 

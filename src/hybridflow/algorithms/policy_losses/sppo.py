@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hybridflow.algorithms.aggregation import LossOutput
-from hybridflow.algorithms.masked import masked_mean, masked_sum
+from hybridflow.algorithms.aggregation import LossOutput, masked_mean, masked_sum
 from hybridflow.algorithms.policy_losses.inputs import LossInputs, finish_loss, per_token
 from hybridflow.errors import ConfigError
 

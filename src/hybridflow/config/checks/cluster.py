@@ -10,13 +10,14 @@ from importlib.util import find_spec
 
 from hybridflow.config.layout import (
     COLLECTORS,
+    ROLE_KEYS,
     RoleLayout,
+    engine_keys,
     num_processes,
     pool_names,
     pool_sizes,
 )
 from hybridflow.config.needs import has_own_reference, is_given, needs_reference
-from hybridflow.config.roles import ROLE_KEYS, engine_keys
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.errors import install_extra
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.checks.paths import first_row
-from hybridflow.config.fsdp import FSDPConfig
-from hybridflow.config.model import NUMBERS_OF_EXPERTS, TOKENIZER_FILES, ModelConfig
+from hybridflow.config.model import NUMBERS_OF_EXPERTS, TOKENIZER_FILES, FSDPConfig, ModelConfig
 from hybridflow.config.needs import built_models, reads_text_alone
 from hybridflow.config.paths import is_remote, is_written_as_path, local
 from hybridflow.config.root import PPOConfig, SFTConfig

@@ -17,7 +17,8 @@ from typing import Any, get_args
 from hybridflow.config.checks import algorithm, cluster, model, paths, rollout
 from hybridflow.config.checks.notes import ppo_notes
 from hybridflow.config.checks.paths import plugin_problem
-from hybridflow.config.convert import raise_all
+from hybridflow.config.convert import WrongKeyRead, raise_all
+from hybridflow.config.layout import ROLE_KEYS
 from hybridflow.config.needs import (
     has_validation,
     longest_row,
@@ -27,15 +28,12 @@ from hybridflow.config.needs import (
 )
 from hybridflow.config.own_code import own_algorithm_problems, own_code_problems
 from hybridflow.config.preference import learns_from_pairs
-from hybridflow.config.profiler import DEVICE_TOOLS, SECOND
 from hybridflow.config.relations import Relations
 from hybridflow.config.resolve import follows_of
 from hybridflow.config.reward import reward_problems
-from hybridflow.config.roles import ROLE_KEYS
-from hybridflow.config.root import PPOConfig, SFTConfig
+from hybridflow.config.root import DEVICE_TOOLS, SECOND, PPOConfig, SFTConfig
 from hybridflow.config.trainer import Tracker
 from hybridflow.config.tree import get_value
-from hybridflow.config.wrong import WrongKeyRead
 from hybridflow.distributed.accelerators import features
 
 Rule = Callable[[Any], Iterator[str]]

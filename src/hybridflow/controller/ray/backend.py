@@ -25,14 +25,13 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.exceptions import RayError
 
+from hybridflow.controller.backend import Part, replace
 from hybridflow.controller.dispatch import Call, Lane
-from hybridflow.controller.future import Part, replace
 from hybridflow.controller.local import Make
 from hybridflow.controller.mesh import MeshInfo
 from hybridflow.controller.ray.cluster import Cluster, PlacedPool
-from hybridflow.controller.ray.parts import RayPart, Slot, Traffic
 from hybridflow.controller.ray.process import TASKS, Met, RankProcess, SetUp
-from hybridflow.controller.ray.running import Process, Running
+from hybridflow.controller.ray.running import Process, RayPart, Running, Slot, Traffic
 from hybridflow.controller.ray.transport import Packet, encode
 from hybridflow.controller.ray.watchdog import Watchdog
 from hybridflow.controller.resource_pool import Placement
@@ -47,9 +46,9 @@ if TYPE_CHECKING:
 from functools import partial
 from typing import Concatenate, ParamSpec, TypeVar
 
+from hybridflow.controller.backend import Future
 from hybridflow.controller.dispatch import registration_of
-from hybridflow.controller.future import Future
-from hybridflow.controller.ray.failure import Failure
+from hybridflow.controller.ray.running import Failure
 from hybridflow.controller.ray.transport import decode
 from hybridflow.errors import WorkerLost
 

@@ -28,7 +28,7 @@ from ray.util.placement_group import (
 )
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from hybridflow.config.cluster import RayConfig
+from hybridflow.config.cluster import RayConfig, choose_address, num_cpus
 from hybridflow.controller.ray import session
 from hybridflow.controller.ray.assignment import assign, describe, shortage
 from hybridflow.controller.ray.preflight import (
@@ -42,7 +42,6 @@ from hybridflow.controller.ray.preflight import (
     source_of,
 )
 from hybridflow.controller.resource_pool import Placement, ResourcePool
-from hybridflow.controller.surroundings import choose_address, num_cpus
 from hybridflow.distributed.accelerators import GPU, features
 from hybridflow.distributed.device import num_devices, resolve_device
 from hybridflow.errors import ConfigError, WorkerError, WorkerLost

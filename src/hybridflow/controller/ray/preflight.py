@@ -15,10 +15,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hybridflow.config.cluster import RayConfig
+from hybridflow.config.cluster import RayConfig, choose_address, num_cpus
 from hybridflow.config.layout import num_processes
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
-from hybridflow.controller.surroundings import choose_address, num_cpus
 from hybridflow.distributed.accelerators import accelerators, features, no_accelerator
 from hybridflow.errors import ConfigError
 

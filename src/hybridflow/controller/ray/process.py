@@ -24,11 +24,10 @@ import ray
 import torch
 from ray.exceptions import RayError
 
+from hybridflow.controller.backend import replace
 from hybridflow.controller.dispatch import Call, Lane
-from hybridflow.controller.future import replace
 from hybridflow.controller.local import WorkerHost
-from hybridflow.controller.ray.failure import Failure, telling
-from hybridflow.controller.ray.parts import Slot
+from hybridflow.controller.ray.running import Failure, Slot, telling
 from hybridflow.controller.ray.transport import Held, Packet, decode, encode
 from hybridflow.controller.worker import Place, RankInfo
 from hybridflow.distributed import process_group

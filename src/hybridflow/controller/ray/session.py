@@ -23,9 +23,8 @@ from typing import Any
 import ray
 from ray._private import ray_constants
 
-from hybridflow.config.cluster import RayConfig
+from hybridflow.config.cluster import RayConfig, num_cpus
 from hybridflow.controller.ray.preflight import processes
-from hybridflow.controller.surroundings import num_cpus
 from hybridflow.errors import ConfigError
 
 logger = logging.getLogger(__name__)

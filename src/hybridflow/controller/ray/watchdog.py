@@ -22,9 +22,8 @@ from typing import Any
 import ray
 from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
-from hybridflow.controller.ray.failure import Failure, cause_of, lost
 from hybridflow.controller.ray.preflight import answers
-from hybridflow.controller.ray.running import Process, Running
+from hybridflow.controller.ray.running import Failure, Process, Running, cause_of, lost
 from hybridflow.controller.ray.transport import Held
 from hybridflow.errors import WorkerError, WorkerLost
 

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 from hybridflow.config.data import TaskConfig
 from hybridflow.data.plugin import load_function
-from hybridflow.data.tasks.arithmetic_chain import ArithmeticChain
-from hybridflow.data.tasks.arithmetic_preferences import ArithmeticPreferences
+from hybridflow.data.tasks.arithmetic_chain import ArithmeticChain, ArithmeticPreferences
 from hybridflow.data.tasks.base import EnvironmentTask, Split, Task
 from hybridflow.data.tasks.one_liners import OneLiners
 from hybridflow.data.tasks.reasoning_gym import ReasoningGymTask

@@ -12,7 +12,7 @@ from itertools import chain
 import torch
 from torch import Tensor, nn
 
-from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.config.model import FSDPConfig
 from hybridflow.distributed.accelerators import features
 from hybridflow.distributed.shards import is_absent, local, placed_like
 from hybridflow.distributed.transfers import HostBuffers, copy_to_host, empty_on_host, to_device

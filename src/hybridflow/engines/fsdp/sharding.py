@@ -21,7 +21,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from hybridflow.config.fsdp import FSDPConfig
+from hybridflow.config.model import FSDPConfig
 from hybridflow.distributed.accelerators import features
 from hybridflow.distributed.mesh import EngineMesh
 from hybridflow.distributed.shards import is_absent, local, own_box

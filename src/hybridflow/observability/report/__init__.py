@@ -6,7 +6,6 @@
 The page is plain HTML, CSS and JavaScript beside this file. It asks nobody but this server for anything.
 """
 
-from hybridflow.observability.report.page import collect, write_report
-from hybridflow.observability.report.server import LiveServer
+from hybridflow.observability.report.page import LiveServer, collect, write_report
 
 __all__ = ["LiveServer", "collect", "write_report"]

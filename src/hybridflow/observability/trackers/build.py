@@ -13,8 +13,7 @@ from hybridflow.config.paths import without_password
 from hybridflow.config.trainer import TRACKER_LIBRARIES, BaseTrainerConfig, PrometheusConfig, TrainerConfig
 from hybridflow.errors import ConfigError, install_extra
 from hybridflow.observability.trackers.adapters import BY_LIBRARY, WebhookTracker
-from hybridflow.observability.trackers.background import BackgroundTracker
-from hybridflow.observability.trackers.base import RunInfo, Tracker, Trackers
+from hybridflow.observability.trackers.base import BackgroundTracker, RunInfo, Tracker, Trackers
 from hybridflow.observability.trackers.console import ConsoleTracker
 from hybridflow.observability.trackers.jsonl import METRICS_FILE, JsonlTracker, TimelineTracker, read_metrics
 from hybridflow.observability.trackers.libraries import check_library, is_installed

@@ -6,5 +6,5 @@ Some also take `extra_info` or `messages`; `RewardFunction.of(compute_score)` ma
 of a row, and passes on what is taken.
 
 Scores are 1.0 for right and 0.0 for wrong unless a function says otherwise; "acc" is what validation averages
-as accuracy. `hybridflow.rewards.table` gives them their names.
+as accuracy. `hybridflow.rewards.load` gives them their names.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from hybridflow.data.answers.words import plain_words
+from hybridflow.data.answers.stated import plain_words
 from hybridflow.rewards.result import required
 
 

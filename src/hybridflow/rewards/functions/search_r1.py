@@ -6,8 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from hybridflow.data.answers.stated import last_tagged
-from hybridflow.data.answers.words import plain_words
+from hybridflow.data.answers.stated import last_tagged, plain_words
 from hybridflow.rewards.result import required
 
 _ARTICLE = re.compile(r"\b(a|an|the)\b")

@@ -1,5 +1,5 @@
-"""The hf engine: transformers' `generate` behind the protocol of all engines. It is slow and simple, and the
-other engines are tested against it.
+"""The hf engine: transformers' `generate` behind the protocol of all engines. It is slow and simple, and
+the other engines are tested against it.
 
     HFSession ──batches of `max_num_seqs`, left-padded──► transformers' generate ──► rows, when it is done
 
@@ -7,6 +7,12 @@ It drives the module it is given with transformers' own attention, which it swit
 again. So it can share the module that trains, and it runs models that our attention refuses. A model that
 says other things of a padded row in a batch (recurrent ones that take no mask) gets one row at a time. A step
 of a session is a whole batch: requests that join wait for its end.
+
+    logits [B, V] ──Batch.__call__──► tokens chosen and recorded ──► scores that leave `generate` no other
+    choice ──Batch.ended──► [B] bool
+
+`generate` runs the model and keeps its cache; every choice is made here, so a request's random numbers are
+its own.
 """
 
 from __future__ import annotations
@@ -16,28 +22,89 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from threading import Lock
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import GenerationConfig, LogitsProcessorList, PreTrainedModel, StoppingCriteriaList
+from transformers import (
+    GenerationConfig,
+    LogitsProcessor,
+    LogitsProcessorList,
+    PreTrainedModel,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 from hybridflow.models.probe import difference, probe_tolerance
 from hybridflow.models.rope import longest_generated
 from hybridflow.protocol.prompt import token_ids_of
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput, WeightSource
-from hybridflow.rollout.hf.batch import Batch, Ended
 from hybridflow.rollout.hf.row import Row
-from hybridflow.rollout.load_weights import load_weights
 from hybridflow.rollout.memory import give_back
+from hybridflow.rollout.native.responses import Decode, StopTexts
 from hybridflow.rollout.native.sampling import sampling_problem
-from hybridflow.rollout.native.stop_text import Decode, StopTexts
-from hybridflow.rollout.requests import aborted, check_ids, request_problem, sort_out
-from hybridflow.rollout.session_engine import SessionEngine
+from hybridflow.rollout.session_engine import (
+    SessionEngine,
+    aborted,
+    check_ids,
+    load_weights,
+    request_problem,
+    sort_out,
+)
 
 logger = logging.getLogger(__name__)
+
+
+class Batch(LogitsProcessor):
+    """The rows of one `generate`; `abort` may come from another thread."""
+
+    def __init__(
+        self, rows: Sequence[Row], *, version: Callable[[], int], texts: StopTexts | None, filler: int
+    ) -> None:
+        self.rows = rows
+        self._version = version
+        self._texts = texts
+        self.filler = filler
+        self._lock = Lock()
+        self.steps = 0
+
+    @torch.no_grad()
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """Choose each unfinished row's next token; returns scores [B, V] that leave `generate` only that."""
+        with self._lock:
+            going = [index for index, row in enumerate(self.rows) if row.finish_reason is None]
+            tokens = torch.full((len(self.rows),), self.filler, device=scores.device)
+            if going:
+                self.steps += 1
+                version = self._version()
+                chosen = [self.rows[index].choose(scores[index], version, self._texts) for index in going]
+                tokens[going] = torch.tensor(chosen, device=scores.device)
+        return torch.full_like(scores, float("-inf")).scatter_(1, tokens[:, None], 0.0)
+
+    def abort(self, request_ids: set[int]) -> list[Row]:
+        """End these rows before their next token and return them; rows that have finished are left alone."""
+        with self._lock:
+            running = [row for row in self.rows if row.finish_reason is None]
+            ended = [row for row in running if row.request.request_id in request_ids]
+            for row in ended:
+                row.finish_reason = "abort"
+        return ended
+
+
+class Ended(StoppingCriteria):
+    """Tells `generate` which rows of a batch have finished."""
+
+    def __init__(self, batch: Batch) -> None:
+        self.batch = batch
+
+    def __call__(self, input_ids: Tensor, scores: object, **kwargs: object) -> Tensor:
+        """Return whether each row has finished, [B] bool."""
+        return torch.tensor(
+            [row.finish_reason is not None for row in self.batch.rows], device=input_ids.device
+        )
 
 
 class HFEngine(SessionEngine):

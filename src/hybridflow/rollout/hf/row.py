@@ -22,9 +22,8 @@ from hybridflow.rollout.base import (
     SamplingParams,
     TopTokens,
 )
-from hybridflow.rollout.native.random_numbers import stream_keys, uniforms
-from hybridflow.rollout.native.sampling import draw
-from hybridflow.rollout.native.stop_text import StopTexts
+from hybridflow.rollout.native.responses import StopTexts
+from hybridflow.rollout.native.sampling import draw, stream_keys, uniforms
 
 SEED_BITS = (1 << 63) - 1
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from hybridflow.distributed.accelerators import features, is_accelerator
 from hybridflow.distributed.facilities import facilities
-from hybridflow.distributed.replica_ranks import ReplicaRanks
+from hybridflow.distributed.process_group import ReplicaRanks
 from hybridflow.errors import RolloutError
 from hybridflow.models.kv_cache import KVCache, LayerShape, SlotCache, bytes_per_token, slot_capacity
 from hybridflow.models.paged_cache import PagedCache
@@ -29,17 +29,14 @@ from hybridflow.models.quantized_copy import QuantizedCopy
 from hybridflow.models.rope import longest_generated
 from hybridflow.models.scores import Scores
 from hybridflow.rollout.base import GenerationRequest, WeightSource
-from hybridflow.rollout.load_weights import load_weights
 from hybridflow.rollout.memory import free_memory, give_back
-from hybridflow.rollout.native.graph_sampler import GraphSampler
-from hybridflow.rollout.native.graphs import GraphDecoder, graph_decoder
+from hybridflow.rollout.native.graphs import GraphDecoder, GraphSampler, graph_decoder
+from hybridflow.rollout.native.responses import Decode, StopTexts
 from hybridflow.rollout.native.rows import end_tokens, row_numbers
 from hybridflow.rollout.native.sampling import sampling_problem
 from hybridflow.rollout.native.session import Session, SessionSettings, Weights
 from hybridflow.rollout.native.step import ROUTES, routes_shape
-from hybridflow.rollout.native.stop_text import Decode, StopTexts
-from hybridflow.rollout.requests import request_problem
-from hybridflow.rollout.session_engine import SessionEngine
+from hybridflow.rollout.session_engine import SessionEngine, load_weights, request_problem
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,5 @@
-"""The responses of running rows, on the host: who has which tokens, and who has ended.
+"""The responses of running rows, on the host: who has which tokens, and who has ended, also by a stop text
+that the newest token completes.
 
     RowTable.choose ──Choice, on its way from the device──► take ──► rows that end ──► outputs
                                                               └────► rows that fell short, to be taken back
@@ -6,11 +7,14 @@
 A choice may be taken while the device is at the next step already. A row that ended with it has got one token
 more by then, which is forgotten: it is in no response. So is the token of a row that fell short (its leaders
 did not suffice), and what it got after it.
+
+newest token ──could its text hold the last character of a stop text?──► no: nothing is decoded
+                 └──► the last few tokens as text, with and without the newest ──► the text it completed
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,14 +31,61 @@ from hybridflow.rollout.base import (
 )
 from hybridflow.rollout.native.prefixes import Prefix
 from hybridflow.rollout.native.sampling import STOP_TEXTS, TOP_LOG_PROBS, WHOLE, SamplingPlan, needs_of
-from hybridflow.rollout.native.stop_text import StopTexts
 
+Decode = Callable[[Sequence[int]], str]
+"""Token ids to text; a character cut in two gives U+FFFD, as all tokenizers do."""
+
+CUT = "\ufffd"
+MARGIN = 4
+"""Characters at the start of a text that may be wrong: the rest of one, or a space, is in earlier tokens."""
+MAX_REMEMBERED = 1024
+"""Sets of stop texts for which the tokens that may complete one are remembered."""
 COLUMNS = ("tokens", "log_probs", "versions")
 COUNTS = ("prompt", "sampled", "known", "limit")
 SELDOM = 32
 """A row that falls short more often than once in so many of the tokens that it may have, and eight times, has
 its whole vocabulary sorted from then on.
 """
+
+
+class StopTexts:
+    """Search for stop texts in responses; remembers which tokens may complete one."""
+
+    def __init__(self, decode: Decode) -> None:
+        self._decode = decode
+        self._texts: dict[int, str] = {}
+        self._suspects: dict[tuple[str, ...], dict[int, bool]] = {}
+
+    def may_complete(self, token: int, stop: tuple[str, ...]) -> bool:
+        """Return whether a text of `stop` may end in this token, so that the response has to be decoded."""
+        if stop not in self._suspects and len(self._suspects) >= MAX_REMEMBERED:
+            self._suspects.clear()
+        known = self._suspects.setdefault(stop, {})
+        if token not in known:
+            text = self._texts.get(token)
+            if text is None:
+                # twice: the first token of a text may lose its leading space
+                text = self._texts[token] = self._decode([token, token])
+            known[token] = CUT in text or any(one[-1] in text for one in stop)
+        return known[token]
+
+    def completed(self, tokens: Sequence[int], stop: tuple[str, ...]) -> str | None:
+        """Return the text of `stop` that the last of `tokens` completed, of several the first to end."""
+        longest = max(len(text) for text in stop)
+        width = 1 + max(len(text.encode()) for text in stop)
+        while True:
+            tail = list(tokens[-width:])
+            before = self._decode(tail[:-1]).rstrip(CUT)
+            if len(tail) == len(tokens) or len(before) >= longest + MARGIN:
+                break
+            width *= 2
+        whole = self._decode(tail)
+        found = []
+        for order, text in enumerate(stop):
+            place = whole.find(text, max(0, len(before) - len(text) + 1))
+            if place >= 0:
+                found.append((place + len(text), order, text))
+        return min(found)[2] if found else None
 
 
 @dataclass(eq=False)

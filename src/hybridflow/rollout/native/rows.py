@@ -25,10 +25,15 @@ from hybridflow.distributed.transfers import HostCopy, to_device
 from hybridflow.protocol.prompt import token_ids_of
 from hybridflow.rollout.base import FinishReason, GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.native import sampling
-from hybridflow.rollout.native.random_numbers import stream_keys, uniforms
-from hybridflow.rollout.native.responses import Choice, Responses, Row
-from hybridflow.rollout.native.sampling import RowSettings, SamplingPlan, most_probable, sample
-from hybridflow.rollout.native.stop_text import StopTexts
+from hybridflow.rollout.native.responses import Choice, Responses, Row, StopTexts
+from hybridflow.rollout.native.sampling import (
+    RowSettings,
+    SamplingPlan,
+    most_probable,
+    sample,
+    stream_keys,
+    uniforms,
+)
 
 SEED_BITS = (1 << 63) - 1
 INTEGERS = ("prompt_length", "generated", "stream", "top_k", "min_tokens", "greedy", "shift")

@@ -26,7 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from hybridflow.distributed.replica_ranks import ReplicaRanks
+from hybridflow.distributed.process_group import ReplicaRanks
 from hybridflow.distributed.transfers import to_device
 from hybridflow.errors import RolloutError
 from hybridflow.models import kv_cache
@@ -34,15 +34,13 @@ from hybridflow.models.kv_cache import KVCache
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol.prompt import token_ids_of
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput, RolloutStats
-from hybridflow.rollout.native.graph_sampler import GraphSampler
-from hybridflow.rollout.native.graphs import GraphDecoder
+from hybridflow.rollout.native.graphs import GraphDecoder, GraphSampler
 from hybridflow.rollout.native.prefixes import LEAST, Prefix, PrefixCache
-from hybridflow.rollout.native.responses import Choice, Row, begun_beyond
+from hybridflow.rollout.native.responses import Choice, Row, StopTexts, begun_beyond
 from hybridflow.rollout.native.rows import RowTable
 from hybridflow.rollout.native.scheduler import Admission, Scheduler
 from hybridflow.rollout.native.step import Span, add_routes, decode_rows, prefill
-from hybridflow.rollout.native.stop_text import StopTexts
-from hybridflow.rollout.requests import aborted, check_ids, sort_out
+from hybridflow.rollout.session_engine import aborted, check_ids, sort_out
 
 
 class Weights(NamedTuple):

@@ -1,5 +1,5 @@
 """The openai engine: an endpoint that speaks the OpenAI API, for evaluation and for frozen teachers and
-judges.
+judges. Its calls run concurrently on an event loop in a thread.
 
     OpenAISession ──at most `max_concurrent` at a time──► POST /completions, again after a failure until the
     deadline ──► outputs, as they come
@@ -10,11 +10,14 @@ The weights are the endpoint's, so every call that would change them is refused.
 from __future__ import annotations
 
 import asyncio
+import queue
+import threading
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic, perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
@@ -27,9 +30,9 @@ from hybridflow.rollout.base import (
     RolloutStats,
     SamplingParams,
 )
-from hybridflow.rollout.openai.calls import Calls
 from hybridflow.rollout.openai.wire import completion_body, finish_of, read_completion, sampling_fields
-from hybridflow.rollout.requests import (
+from hybridflow.rollout.session_engine import (
+    SessionEngine,
     aborted,
     check_ids,
     refused,
@@ -38,16 +41,15 @@ from hybridflow.rollout.requests import (
     rest_problem,
     whole_of,
 )
-from hybridflow.rollout.session_engine import SessionEngine
-
-if TYPE_CHECKING:
-    import httpx
 
 try:
     import httpx
 except ImportError as error:
     raise RolloutError(f"the openai engine needs httpx: {install_extra('openai')}") from error
 
+T = TypeVar("T")
+POLL_S = 0.05
+"""Seconds that `wait` waits at most."""
 AGAIN = frozenset({408, 429, 500, 502, 503, 504})
 """Answers after which the same request may succeed."""
 LONGEST_PAUSE = 5.0
@@ -299,3 +301,70 @@ class OpenAISession:
         """Close all connections, and let the engine be used otherwise."""
         self.calls.stop()
         self.closed()
+
+
+class Calls(Generic[T]):
+    """Named jobs on one client, at most `max_concurrent` at a time; for one thread that adds and waits, and
+    `cancel` for any.
+    """
+
+    def __init__(self, connect: Callable[[], httpx.AsyncClient], max_concurrent: int) -> None:
+        self._client = connect()
+        self._turn = asyncio.Semaphore(max_concurrent)
+        self._done: queue.SimpleQueue[tuple[int, Future[T]]] = queue.SimpleQueue()
+        self._open: dict[int, Future[T]] = {}
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="openai-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def num_open(self) -> int:
+        """Number of jobs that have given no result and were not cancelled."""
+        return len(self._open)
+
+    def add(self, name: int, work: Callable[[httpx.AsyncClient], Awaitable[T]]) -> None:
+        """Begin a job; a name may come again when its job is no longer open."""
+        future = self._open[name] = asyncio.run_coroutine_threadsafe(self._run(work), self._loop)
+        future.add_done_callback(lambda ended: self._done.put((name, ended)))
+
+    def wait(self) -> list[T]:
+        """Wait a little for jobs to end, and return the results that are there; raises what a job raised."""
+        try:
+            found = [self._done.get(timeout=POLL_S)]
+        except queue.Empty:  # the caller may have something to add or to cancel
+            return []
+        found += [self._done.get() for _ in range(self._done.qsize())]
+        results: list[T] = []
+        for name, future in found:
+            if self._open.get(name) is future:  # and was not cancelled
+                del self._open[name]
+                results.append(future.result())
+        return results
+
+    def cancel(self, names: set[int]) -> list[int]:
+        """Cancel these jobs; returns those that had given no result."""
+        ended = []
+        for name in sorted(names):
+            future = self._open.pop(name, None)
+            if future is not None:
+                future.cancel()
+                ended.append(name)
+        return ended
+
+    def stop(self) -> None:
+        """End all jobs and the thread."""
+        self.cancel(set(self._open))
+        asyncio.run_coroutine_threadsafe(self._close(), self._loop).result()
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+
+    async def _run(self, work: Callable[[httpx.AsyncClient], Awaitable[T]]) -> T:
+        async with self._turn:
+            return await work(self._client)
+
+    async def _close(self) -> None:
+        """Wait until the cancelled jobs have ended, and close the client."""
+        jobs = asyncio.all_tasks() - {asyncio.current_task()}
+        await asyncio.gather(*jobs, return_exceptions=True)
+        await self._client.aclose()

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from hybridflow.distributed.bit_sum import bit_sums
+from hybridflow.distributed.shards import bit_sums
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.push.channel import Channel
 from hybridflow.rollout.push.transports import Entry, GroupReader, Reader, open_reader, unpack

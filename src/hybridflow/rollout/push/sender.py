@@ -19,10 +19,10 @@ import torch
 from torch import Tensor
 
 from hybridflow.distributed.accelerators import features
-from hybridflow.distributed.bit_sum import bit_sums
+from hybridflow.distributed.shards import bit_sums
 from hybridflow.distributed.transfers import HostCopy
 from hybridflow.errors import RolloutError
-from hybridflow.rollout.push.channel import Channel, Listener
+from hybridflow.rollout.push.channel import LOOPBACK, Channel, Listener
 from hybridflow.rollout.push.receiver import Weights
 from hybridflow.rollout.push.transports import (
     ALIGNMENT,
@@ -32,7 +32,6 @@ from hybridflow.rollout.push.transports import (
     SharedMemoryWriter,
     Writer,
 )
-from hybridflow.rollout.push.tunnel import LOOPBACK
 
 BUCKET_BYTES = 256 * 2**20
 _CACHED_BYTES = 16 * 2**20

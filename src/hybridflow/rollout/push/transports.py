@@ -29,7 +29,7 @@ from torch._C._distributed_c10d import TCPStore
 from hybridflow.distributed.accelerators import features, is_accelerator
 from hybridflow.distributed.facilities import facilities
 from hybridflow.errors import RolloutError
-from hybridflow.rollout.push.tunnel import LOOPBACK, Tunnel, TunnelEnd
+from hybridflow.rollout.push.channel import LOOPBACK, Tunnel, TunnelEnd
 
 MEMORY = Path("/dev/shm")
 ALIGNMENT = 64

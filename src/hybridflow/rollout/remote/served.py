@@ -16,11 +16,10 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Self
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
+from hybridflow.rollout.push.channel import LOOPBACK
 from hybridflow.rollout.push.receiver import Weights
 from hybridflow.rollout.push.sender import CallWorkers, KeptGroup, Transport, address_towards, push
-from hybridflow.rollout.push.tunnel import LOOPBACK
-from hybridflow.rollout.remote.http import Address, Call, Refused, ServerGone
-from hybridflow.rollout.remote.process import ServerProcess
+from hybridflow.rollout.remote.http import Address, Call, Refused, ServerGone, ServerProcess
 from hybridflow.rollout.remote.runner import EngineDied, Piece, Submission
 
 logger = logging.getLogger(__name__)

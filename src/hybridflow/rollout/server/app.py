@@ -1,4 +1,5 @@
-"""The HTTP interface: routes, errors, streams, and clients that go away.
+"""The HTTP interface: the gate that every request passes before its body is read, routes, errors, streams,
+and clients that go away.
 
 request ──Gate (token, size)──► route ──Job──► JobService ──pieces──► Answer ──► JSON, or events of a stream
 """
@@ -6,10 +7,11 @@ request ──Gate (token, size)──► route ──Job──► JobService �
 from __future__ import annotations
 
 import asyncio
+import hmac
 import json
 import logging
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterable
 from contextlib import AbstractContextManager, aclosing
 from functools import partial
 from typing import Any, Protocol, TypeVar
@@ -19,29 +21,31 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, PlainTextResponse
 from pydantic import ValidationError
 from starlette.exceptions import HTTPException
-from starlette.types import Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybridflow import __version__
 from hybridflow.rollout.server.answers import Answer, ChatAnswer, CompletionAnswer
 from hybridflow.rollout.server.errors import MESSAGES_PATH, ApiError, ErrorResponse
-from hybridflow.rollout.server.gate import Gate
 from hybridflow.rollout.server.job import Job
 from hybridflow.rollout.server.messages import MessagesAnswer, MessagesBody
 from hybridflow.rollout.server.model import ServedModel
-from hybridflow.rollout.server.readers import Check, JobReaders
+from hybridflow.rollout.server.prompts import Check, JobReaders
 from hybridflow.rollout.server.reading import Piece
 from hybridflow.rollout.server.responses import ResponsesAnswer, ResponsesBody
 from hybridflow.rollout.server.schema import ChatBody, CompletionBody
-from hybridflow.rollout.server.service import Limits, Service
+from hybridflow.rollout.server.service import Limits, Metrics, Service
 
 logger = logging.getLogger(__name__)
-
 T = TypeVar("T")
 AnyBody = ChatBody | CompletionBody | ResponsesBody | MessagesBody
 OTHER_TYPES = ("string_type", "list_type")
 """Problems of a value that is of another type than this alternative."""
 GONE = 499
 """Status in the metrics of an answer whose client has gone away."""
+OPEN_PATHS = ("/health",)
+"""Paths that need no token: they only tell supervisors that the server lives."""
+HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 413: {"Connection": "close"}}
+"""Headers of what the gate refuses, by status."""
 
 
 class JobService(Protocol):
@@ -293,3 +297,81 @@ async def while_connected(receive: Callable[[], Awaitable[Any]], work: Coroutine
         leaving.cancel()
         working.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+class Gate:
+    """ASGI application around the server's own."""
+
+    def __init__(
+        self, app: ASGIApp, *, token: str | None, max_body_bytes: int, metrics: Metrics, paths: Iterable[str]
+    ) -> None:
+        self.app = app
+        self.metrics = metrics
+        self.max_body_bytes = max_body_bytes
+        self._token = None if token is None else token.encode()
+        self._paths = frozenset(paths)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        begun = False
+
+        async def counted(message: Message) -> None:
+            nonlocal begun
+            if message["type"] == "http.response.start":
+                begun = True
+                path = scope["path"]
+                if path not in self._paths:
+                    path = "other"
+                self.metrics.answers[path, message["status"]] += 1
+            await send(message)
+
+        read = 0
+
+        async def limited() -> Message:
+            nonlocal read
+            message = await receive()
+            read += len(message.get("body", b""))
+            # the one kind of error that whoever reads the body passes on as it is
+            if read > self.max_body_bytes:
+                raise HTTPException(413, self._too_large().message)
+            return message
+
+        try:
+            self._check(scope)
+            await self.app(scope, limited, counted)
+        except ApiError as error:
+            if begun:
+                raise
+            await ErrorResponse(error, scope["path"], HEADERS.get(error.status))(scope, receive, counted)
+        except asyncio.CancelledError:  # the grace of running requests is over: nobody else cancels them
+            if not begun:
+                ended = ApiError(503, "the server has ended before the answer was whole")
+                await ErrorResponse(ended, scope["path"])(scope, receive, counted)
+
+    def _check(self, scope: Scope) -> None:
+        headers = dict(scope["headers"])
+        if self._token is not None and scope["path"] not in OPEN_PATHS:
+            scheme, _, credentials = headers.get(b"authorization", b"").partition(b" ")
+            if scheme.lower() != b"bearer":  # RFC 7235: the name of a scheme may be in any case
+                credentials = b""
+            given = [credentials.strip(b" "), headers.get(b"x-api-key", b"")]
+            if not any(hmac.compare_digest(each, self._token) for each in given):
+                what = "the token is not the server's"
+                if b"authorization" not in headers and b"x-api-key" not in headers:
+                    what = "there is no token"
+                raise ApiError(
+                    401,
+                    f"{what}: send the header 'Authorization: Bearer TOKEN' (api_key of OpenAI's clients) or "
+                    "'x-api-key: TOKEN' (of Anthropic's)",
+                    code="invalid_api_key",
+                )
+        length = headers.get(b"content-length", b"0")
+        if length.isdigit() and int(length) > self.max_body_bytes:
+            raise self._too_large()
+
+    def _too_large(self) -> ApiError:
+        return ApiError(
+            413, f"the body has more than {self.max_body_bytes} bytes (--max-body-mb)", code="body_too_large"
+        )

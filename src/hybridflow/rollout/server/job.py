@@ -15,6 +15,7 @@ from hybridflow.rollout.base import SamplingParams
 from hybridflow.rollout.server.errors import ApiError, refuse
 from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.prompts import (
+    Check,
     check_count,
     check_ids,
     completion_prompts,
@@ -22,7 +23,6 @@ from hybridflow.rollout.server.prompts import (
     template_errors_refused,
     template_message,
 )
-from hybridflow.rollout.server.readers import Check
 from hybridflow.rollout.server.schema import ChatBody, CompletionBody, Function, NamedTool, SamplingBody
 from hybridflow.tools.parsers import TOOL_PARSERS
 

@@ -1,13 +1,29 @@
-"""The model that a server serves, as requests are checked against it."""
+"""The model that a server serves, as requests are checked against it; and the text of its tokens as they
+come: no character is split, and no stop text is shown.
+
+token ids ──Detokenizer──► text ──StopCutter──► text up to the first stop text
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.rollout.server.text import TokenNames
+from hybridflow.data.tokenizer import Tokenizer, text_of, without_special
 from hybridflow.tools.parsers.response import OtherFormats
+from hybridflow.tools.parsers.source import overlap
+
+BROKEN = "\ufffd"
+"""Character that a decoder writes for bytes that are no character (yet)."""
+MOST_PENDING = 3
+"""Broken characters at the end that may still become others: a character lacks at most three bytes."""
+MOST_PENDING_OF_RUNS = 64
+"""The same for byte tokens of SentencePiece: they are decoded as one run, all broken while the last one is.
+"""
+CONTEXT = 6
+"""Tokens before the response that are decoded with it: some tokenizers drop a space at the start of a text.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,3 +54,133 @@ class ServedModel:
     def longest_token(self) -> int:
         """Characters of the tokenizer's longest token; c characters are at least c / longest_token tokens."""
         return max((len(token) for token in self.tokenizer.get_vocab()), default=1)
+
+
+class Detokenizer:
+    """Decoder of one response; text that may still change when more tokens come is held back."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int] = (),
+        *,
+        skip_special_tokens: bool = True,
+        keep: Set[str] = frozenset(),
+    ) -> None:
+        """Special tokens whose texts are in `keep` are written even where special tokens are skipped."""
+        self._tokenizer = tokenizer
+        self._skip = skip_special_tokens and not keep
+        self._keep = keep if skip_special_tokens else frozenset()
+        self._most_pending = MOST_PENDING
+        if "ByteFallback" in _decoder_of(tokenizer):
+            self._most_pending = MOST_PENDING_OF_RUNS
+        self._ids = list(prompt[-CONTEXT:])
+        self._begin = 0
+        self._given = len(self._decode(self._ids))  # characters of the window's text that were given out
+
+    def add(self, token_ids: Iterable[int]) -> str:
+        """Add tokens and return the text that has become certain."""
+        read = len(self._ids)
+        if self._keep:
+            token_ids = without_special(self._tokenizer, list(token_ids), self._keep)
+        self._ids += token_ids
+        text = self._decode(self._ids[self._begin :])
+        pending = len(text) - len(text.rstrip(BROKEN))
+        certain = len(text) - min(pending, self._most_pending)
+        new = text[self._given : certain]
+        self._given = max(self._given, certain)
+        if not pending and read > self._begin and new:  # the window begins anew, so that its text stays short
+            before = self._decode(self._ids[read:])
+            if text.endswith(before):
+                self._begin = read
+                self._given = len(before)
+        return new
+
+    def end(self) -> str:
+        """Return the text that was held back: bytes that became no character."""
+        text = self._decode(self._ids[self._begin :])
+        new = text[self._given :]
+        self._given = len(text)
+        return new
+
+    def _decode(self, token_ids: list[int]) -> str:
+        text = self._tokenizer.decode(
+            token_ids, skip_special_tokens=self._skip, clean_up_tokenization_spaces=False
+        )
+        assert isinstance(text, str), "one row of ids decodes to one text"
+        return text
+
+
+class StopCutter:
+    """Filter that passes text on up to the first stop text, and holds back what may be its beginning."""
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found: str | None = None
+        """Stop text that was found, or None."""
+
+    def add(self, text: str) -> str:
+        """Add text and return what can be shown now: nothing after a stop text."""
+        if self.found is not None:
+            return ""
+        self._held += text
+        places = [(place, -len(stop), stop) for stop in self._stops if (place := self._held.find(stop)) >= 0]
+        if places:
+            place, _, self.found = min(places)
+            shown = self._held[:place]
+            self._held = ""
+            return shown
+        keep = max((overlap(self._held, stop) for stop in self._stops), default=0)
+        certain = len(self._held) - keep
+        shown = self._held[:certain]
+        self._held = self._held[certain:]
+        return shown
+
+    def end(self) -> str:
+        """Return the text that was held back and became no stop text."""
+        held = self._held
+        self._held = ""
+        return held
+
+
+class TokenNames:
+    """Names of single tokens in lists of log-probs: their text, and their bytes."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        self._byte_level = "ByteLevel" in _decoder_of(tokenizer)
+        self._added = set(getattr(tokenizer, "added_tokens_decoder", {}))
+
+    def text(self, token_id: int) -> str:
+        """Return the text of one token alone, also of a special one."""
+        return text_of(self._tokenizer, [token_id])
+
+    def bytes(self, token_id: int) -> list[int]:
+        """Return the bytes of a token; with byte-level tokenizers also of one that is part of a character."""
+        written = str(self._tokenizer.convert_ids_to_tokens(token_id))
+        if self._byte_level and token_id not in self._added and all(letter in BYTE_OF for letter in written):
+            return [BYTE_OF[letter] for letter in written]
+        if len(written) == 6 and written.startswith("<0x") and written.endswith(">"):
+            return [int(written[3:5], 16)]
+        return list(text_of(self._tokenizer, [token_id]).encode())
+
+
+def _decoder_of(tokenizer: Tokenizer) -> str:
+    """Return the parts of the decoder, as the tokenizers library prints them."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        return ""
+    return str(backend.decoder)
+
+
+def _byte_letters() -> dict[str, int]:
+    """Return the letters that byte-level BPE (Radford et al. 2019) writes bytes with: printable bytes are
+    themselves, the rest follow from 256.
+    """
+    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    rest = [byte for byte in range(256) if byte not in plain]
+    return {chr(byte): byte for byte in plain} | {chr(256 + place): byte for place, byte in enumerate(rest)}
+
+
+BYTE_OF = _byte_letters()

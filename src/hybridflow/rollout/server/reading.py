@@ -10,8 +10,7 @@ from hybridflow.data.tokenizer import text_of
 from hybridflow.rollout.base import GenerationOutput, PartialOutput
 from hybridflow.rollout.server.errors import ApiError
 from hybridflow.rollout.server.job import Job
-from hybridflow.rollout.server.model import ServedModel
-from hybridflow.rollout.server.text import Detokenizer, StopCutter
+from hybridflow.rollout.server.model import Detokenizer, ServedModel, StopCutter
 from hybridflow.tools.parsers import KNOWN_TAGS, TOOL_PARSERS, ToolCall
 from hybridflow.tools.parsers.base import CallParser
 from hybridflow.tools.parsers.response import (

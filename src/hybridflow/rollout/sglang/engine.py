@@ -16,9 +16,8 @@ from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.memory import free_memory
 from hybridflow.rollout.remote.engine import PushedEngine
-from hybridflow.rollout.remote.http import Address
+from hybridflow.rollout.remote.http import Address, ServerProcess
 from hybridflow.rollout.remote.model import ModelFacts, cache_bytes_per_token
-from hybridflow.rollout.remote.process import ServerProcess
 from hybridflow.rollout.sglang.loader import QUALIFIED_NAME
 from hybridflow.rollout.sglang.server import Server
 

@@ -19,9 +19,8 @@ from hybridflow.rollout.installed import advice
 from hybridflow.rollout.push.receiver import Part, Weights
 from hybridflow.rollout.push.sender import checked
 from hybridflow.rollout.remote.runner import EngineDied, Piece, Submission
-from hybridflow.rollout.vllm.engine import AdapterRunner
+from hybridflow.rollout.vllm.engine import AdapterRunner, with_our_end
 from hybridflow.rollout.vllm.extension import ADAPTER_ID, ADAPTER_NAME
-from hybridflow.rollout.vllm.sampling import with_our_end
 from hybridflow.rollout.vllm.settings import ENVIRONMENT
 
 

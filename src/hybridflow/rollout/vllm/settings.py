@@ -14,9 +14,8 @@ import torch
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.rollout.memory import free_memory
-from hybridflow.rollout.remote.http import Address
+from hybridflow.rollout.remote.http import Address, ServerProcess
 from hybridflow.rollout.remote.model import ModelFacts, cache_bytes_per_token
-from hybridflow.rollout.remote.process import ServerProcess
 from hybridflow.rollout.vllm.extension import QUALIFIED_NAME
 
 ENVIRONMENT = {

@@ -29,15 +29,14 @@ from hybridflow.episodes.planning import validation_requests
 from hybridflow.observability.progress import duration, progress
 from hybridflow.protocol.trajectory import Trajectory
 from hybridflow.rewards.build import build_reward_manager
-from hybridflow.trainer.evaluation.answers import Answer, AnswerFile
 from hybridflow.trainer.evaluation.main import Endpoint, Subject
 from hybridflow.trainer.evaluation.responses import RESPONSES, write_responses
-from hybridflow.trainer.evaluation.results import AnswerScores, summarise, write_results
+from hybridflow.trainer.evaluation.results import Answer, AnswerFile, AnswerScores, summarise, write_results
 from hybridflow.trainer.ppo.model_rewards import add_reward_model
 from hybridflow.trainer.ppo.parallel_layout import meshes
 from hybridflow.trainer.ppo.role_builders import RoleBuilders, RunFacts, facts_of
 from hybridflow.trainer.run import Run, started
-from hybridflow.weight_sync.local_push import StagedPush
+from hybridflow.weight_sync.push import StagedPush
 from hybridflow.workers import RewardModelGroup, RolloutGroup, RolloutWorker
 
 logger = logging.getLogger(__name__)

@@ -20,8 +20,14 @@ from hybridflow.data.row_schema import source_of
 from hybridflow.errors import DataError
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.early_checks import check_reward, refuse_model
-from hybridflow.trainer.evaluation.answers import Answer, check_identity
-from hybridflow.trainer.evaluation.results import AnswerScores, Scored, summarise, write_results
+from hybridflow.trainer.evaluation.results import (
+    Answer,
+    AnswerScores,
+    Scored,
+    check_identity,
+    summarise,
+    write_results,
+)
 from hybridflow.trainer.run_folder import RunFolder
 
 RESPONSES = "responses"

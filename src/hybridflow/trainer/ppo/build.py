@@ -15,10 +15,10 @@ from typing import TypeAlias
 from hybridflow.checkpoint.layout import REFERENCE
 from hybridflow.config import PPOConfig
 from hybridflow.config.convert import raise_all
+from hybridflow.config.layout import ROLE_KEYS
 from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.config.needs import reads_text_alone, replayed_steps
 from hybridflow.config.own_code import own_algorithm_problems
-from hybridflow.config.roles import ROLE_KEYS
 from hybridflow.config.source_code import definition_of
 from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.config.tree import get_value
@@ -38,7 +38,6 @@ from hybridflow.observability.progress import progress
 from hybridflow.protocol import DataProto
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.manager import RewardManager
-from hybridflow.trainer.model_facts import model_facts
 from hybridflow.trainer.models import check_reference_tokens
 from hybridflow.trainer.ppo.collector import Collector, Collectors, collector_factories
 from hybridflow.trainer.ppo.columns import KLController, find_estimator, kl_controller
@@ -55,6 +54,7 @@ from hybridflow.trainer.ppo.validation import Validator
 from hybridflow.trainer.ppo.worker_groups import start_roles
 from hybridflow.trainer.profiling import StepProfiler
 from hybridflow.trainer.replay.kept_rows import KeptRows, not_kept
+from hybridflow.trainer.resume import model_facts
 from hybridflow.trainer.run import Run, huggingface_writer, started, steps_of
 from hybridflow.trainer.schedules.continuous import ContinuousSource
 from hybridflow.trainer.schedules.ledger import LEDGER_FILE, Ledger

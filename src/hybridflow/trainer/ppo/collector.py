@@ -5,7 +5,7 @@
     driver      ◄── light columns, by `collect`          └── the others stay in the object store ──► workers
 
 A collector sends its requests to the engines itself. The driver sends none: it keeps the engines stepped
-until it has all groups. `remote_columns.py` says what of the rows does not come to the driver.
+until it has all groups. `columns.py` says what of the rows does not come to the driver.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hybridflow.protocol.remote import RemoteColumn, widths_of
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rollout.base import GenerationOutput, RolloutStats
 from hybridflow.rollout.client import LLMClient, ReplicaLost
-from hybridflow.trainer.ppo.remote_columns import MASKS, STAYS, divided, needs_whole_rows
+from hybridflow.trainer.ppo.columns import MASKS, STAYS, divided, needs_whole_rows
 from hybridflow.workers import RolloutGroup, RolloutWorker
 from hybridflow.workers.rollout import COLLECTOR_NUMBERS
 from hybridflow.workers.rollout_replica import WorkerReplica

@@ -2,6 +2,8 @@
 
 uid, acc ──identify──► group_ids, positive
 token_level_scores ──apply_kl_penalty──► token_level_rewards ──estimate_advantages──► advantages, returns
+
+There are columns that the driver does without: some stay with a collector, and the driver fetches others.
 """
 
 from __future__ import annotations
@@ -13,8 +15,8 @@ import torch
 from torch import Tensor
 
 from hybridflow.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageEstimator
+from hybridflow.algorithms.aggregation import masked_mean
 from hybridflow.algorithms.kl import AdaptiveKLController, FixedKLController, kl_estimate
-from hybridflow.algorithms.masked import masked_mean
 from hybridflow.algorithms.policy_losses import PolicyLoss
 from hybridflow.algorithms.resampling import resample_rows
 from hybridflow.config import PPOConfig
@@ -28,11 +30,20 @@ from hybridflow.errors import ConfigError, RewardError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
+from hybridflow.trainer.ppo.reward_watch import repeated_share
 from hybridflow.workers.losses import find_policy_loss, loss_parameters
 
 KLController = FixedKLController | AdaptiveKLController
 
 FLOAT32_MAX = torch.finfo(torch.float32).max
+TOKENS = ("prompts", "responses")
+TEXTS = ("solution_str", "ground_truth", "extra_info")
+STAYS = (*TOKENS, *TEXTS, "input_ids", "rollout_log_probs")
+"""Columns that stay with the collector."""
+MASKS = ("attention_mask", "response_mask")
+"""Columns that a collector keeps for the workers, and that the driver computes with too."""
+REPETITION = "repetition"
+"""The figure of the reward watch, which stands for the tokens that it is computed from."""
 
 
 def kl_controller(config: AlgorithmConfig) -> KLController:
@@ -277,3 +288,52 @@ def _variance(x: Tensor, mask: Tensor) -> float:
 
 def _columns(**tensors: Tensor) -> DataProto:
     return DataProto.from_dict(dict(tensors))
+
+
+def divided(rows: DataProto) -> tuple[DataProto, DataProto]:
+    """Return the columns that the driver gets, and those that stay; rows without any go whole."""
+    if not len(rows):
+        return rows, rows
+    view = ByTrajectory(rows)
+    repeated = repeated_share(view.samples.batch["responses"], view.samples.batch["response_mask"])
+    names = [name for name in rows.names() if name not in STAYS]
+    light = rows.only(names) | DataProto.from_dict({REPETITION: view.spread(repeated)})
+    return light, rows.only((*STAYS, *MASKS))
+
+
+def whole(rows: DataProto) -> DataProto:
+    """Return rows with all columns, as the driver would have made them."""
+    rows = rows.materialized()
+    if REPETITION in rows:
+        rows = rows.select()
+        rows.pop([REPETITION])
+    return rows
+
+
+def needs_whole_rows(config: PPOConfig) -> bool:
+    """Return whether something reads rows in the driver before the step fetches what it reads itself."""
+    trainer = config.trainer
+    return bool(trainer.keep_rows or trainer.step_class or config.actor_rollout_ref.rollout.skip.enable)
+
+
+def columns_fetched(
+    config: PPOConfig, estimator: AdvantageEstimator, loss: PolicyLoss
+) -> frozenset[str] | None:
+    """Return the remote columns that the driver computes with in every step; None means all.
+
+    PF-PPO draws rows again, with all their columns.
+    """
+    if config.algorithm.use_pf_ppo or estimator.takes_all:
+        return None
+    columns = {*estimator.needs, *estimator.takes}
+    if config.critic.enable:
+        columns.add("values")  # which are measured
+    if config.algorithm.use_kl_in_reward:
+        columns |= {"old_log_probs", "ref_log_prob"}
+    if config.algorithm.rollout_correction.corrects:
+        columns |= {"old_log_probs", "rollout_log_probs"}
+    if loss.select is not None:
+        columns.add("old_log_probs")
+    if config.trainer.rollout_data_dir:
+        columns |= {*TOKENS, *TEXTS}
+    return frozenset(columns)

@@ -31,7 +31,7 @@ from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows
 from hybridflow.rewards.compose import Condition, model_term
 from hybridflow.rewards.manager import RewardManager
-from hybridflow.rewards.request import OpenScoring, Outcome, Scorer, ScoreRequest
+from hybridflow.rewards.result import OpenScoring, Outcome, Scorer, ScoreRequest
 from hybridflow.workers.reward_model import SCORES, RewardModelGroup
 
 REDUCTIONS: dict[str, Callable[[list[float]], float]] = {

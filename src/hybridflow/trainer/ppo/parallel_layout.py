@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig
+from hybridflow.config.layout import engine_keys
 from hybridflow.config.needs import has_own_reference
-from hybridflow.config.roles import engine_keys
 from hybridflow.controller import MeshInfo, Placement
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.models.lora import LoraSettings

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hybridflow.config import PPOConfig
+from hybridflow.config.layout import engine_keys
 from hybridflow.config.model import OptimConfig
 from hybridflow.config.needs import has_own_reference, wants_full_kl
-from hybridflow.config.roles import engine_keys
 from hybridflow.controller import RankInfo, WorkerHost
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.distributed.device import resolve_device

@@ -67,7 +67,7 @@ class Roles:
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """One role: its classes, and when a run has it. Its keys are in `config/roles.py`."""
+    """One role: its classes, and when a run has it. Its keys are in `config/layout.py`."""
 
     name: str
     """Its name in placements, in calls, and as the folder of its checkpoint."""

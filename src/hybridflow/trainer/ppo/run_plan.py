@@ -25,9 +25,8 @@ from hybridflow.distributed.facilities import facilities
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.build import shape_of
 from hybridflow.models.kv_cache import slot_capacity
-from hybridflow.planner.costs import CPU_EFFICIENCY, FITTED, Costs, Rows
+from hybridflow.planner.costs import CPU_EFFICIENCY, FITTED, Costs, Lengths, Rows
 from hybridflow.planner.hardware import CPU, HARDWARE, Cluster, cpu_hardware
-from hybridflow.planner.lengths import Lengths
 from hybridflow.planner.memory import PlannedReplica, RoleEngine, native_quantization
 from hybridflow.planner.model_shape import ModelShape, read_shape
 from hybridflow.planner.pools import shapes_of

@@ -16,7 +16,7 @@ from hybridflow.observability.trackers import Trackers
 from hybridflow.observability.trackers.jsonl import StepLines, read_metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.prompt import MEDIA
-from hybridflow.trainer.ppo.remote_columns import whole
+from hybridflow.trainer.ppo.columns import whole
 from hybridflow.trainer.ppo.reward_watch import RewardWatch, Sign
 
 logger = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from torch import Tensor
 from hybridflow.algorithms.policy_losses import PolicyLoss
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig
-from hybridflow.config.critic import CriticConfig
+from hybridflow.config.root import CriticConfig
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
@@ -29,6 +29,7 @@ from hybridflow.stop_token import stop_token
 from hybridflow.trainer.ppo.columns import (
     KLController,
     apply_kl_penalty,
+    columns_fetched,
     estimate_advantages,
     find_estimator,
     identify,
@@ -39,7 +40,6 @@ from hybridflow.trainer.ppo.columns import (
 from hybridflow.trainer.ppo.data_metrics import batch_metrics, staleness_metrics
 from hybridflow.trainer.ppo.exact import ExactState
 from hybridflow.trainer.ppo.old_log_probs import OldLogProbs, OldOfStep
-from hybridflow.trainer.ppo.remote_columns import columns_fetched
 from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer, add_columns
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.workers.actor import POLICY_COLUMNS, ActorGroup

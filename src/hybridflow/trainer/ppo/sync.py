@@ -29,7 +29,7 @@ from hybridflow.protocol.joining import join_rows
 from hybridflow.rollout.base import RolloutStats
 from hybridflow.stop_token import stop_token
 from hybridflow.trainer.ppo.collector import Collectors
-from hybridflow.trainer.ppo.remote_columns import whole
+from hybridflow.trainer.ppo.columns import whole
 from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.source import LoaderSource, TrainBatch
 

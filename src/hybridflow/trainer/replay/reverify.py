@@ -29,7 +29,7 @@ from hybridflow.protocol.columns import place_scores
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.early_checks import refuse_model
 from hybridflow.rewards.manager import RewardManager
-from hybridflow.rewards.request import ScoreRequest
+from hybridflow.rewards.result import ScoreRequest
 from hybridflow.trainer.ppo.columns import (
     apply_kl_penalty,
     estimate_advantages,

@@ -29,9 +29,8 @@ from hybridflow.errors import CheckpointError, DataError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.row_state import rows_of_state, state_of_rows
-from hybridflow.rollout.client import LLMClient
-from hybridflow.rollout.own_loop import in_own_loop
-from hybridflow.trainer.ppo.remote_columns import whole
+from hybridflow.rollout.client import LLMClient, in_own_loop
+from hybridflow.trainer.ppo.columns import whole
 from hybridflow.trainer.ppo.sync import MAX_BARREN_BATCHES, SourceParts
 from hybridflow.trainer.schedules.ahead import CLOSE_SECONDS, AheadSource
 from hybridflow.trainer.schedules.ledger import Ledger

@@ -24,7 +24,7 @@ from hybridflow.data.prompts import PromptRow
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.row_state import rows_of_state, state_of_rows
-from hybridflow.trainer.ppo.remote_columns import whole
+from hybridflow.trainer.ppo.columns import whole
 from hybridflow.trainer.ppo.sync import SourceParts
 from hybridflow.trainer.schedules.ahead import CLOSE_SECONDS, LOOK_SECONDS, AheadSource
 from hybridflow.trainer.schedules.ledger import Ledger

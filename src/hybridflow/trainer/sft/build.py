@@ -36,9 +36,9 @@ from hybridflow.errors import DataError
 from hybridflow.models.lora import LoraSettings
 from hybridflow.observability.progress import progress
 from hybridflow.protocol import DataProto
-from hybridflow.trainer.model_facts import model_facts
 from hybridflow.trainer.models import end_tokens, model_arguments, row_cost
 from hybridflow.trainer.profiling import StepProfiler
+from hybridflow.trainer.resume import model_facts
 from hybridflow.trainer.run import huggingface_writer, started, steps_of
 from hybridflow.trainer.sft.kinds import kind_of
 from hybridflow.trainer.sft.step import RowSource, SFTStep, SFTValidator

@@ -15,8 +15,7 @@ import torch
 
 from hybridflow.config import DPOConfig, RewardModelConfig, SFTConfig
 from hybridflow.data.build import LearningData, build_preference_data, build_reward_data, build_sft_data
-from hybridflow.data.preference import CHOSEN, Comparison
-from hybridflow.data.step_labels import StepRow
+from hybridflow.data.preference import CHOSEN, Comparison, StepRow
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.engines import Ask, BatchLimits, TrainEngine
 from hybridflow.models.build import Kind

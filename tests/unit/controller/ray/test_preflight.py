@@ -15,12 +15,11 @@ import grpc
 import pytest
 
 import hybridflow.controller.ray
-from hybridflow.config.cluster import RayConfig
+from hybridflow.config.cluster import RayConfig, choose_address
 from hybridflow.controller.ray import session
 from hybridflow.controller.ray.assignment import assign, describe, shortage
 from hybridflow.controller.ray.preflight import NodeInfo, check_own, check_port_free, reach
 from hybridflow.controller.resource_pool import ResourcePool
-from hybridflow.controller.surroundings import choose_address
 from hybridflow.errors import ConfigError
 
 KEY = "ray_kwargs.ray_init.address"

@@ -22,8 +22,8 @@ from hybridflow.controller.local import WorkerHost
 from hybridflow.controller.ray import process
 from hybridflow.controller.ray.backend import RayBackend
 from hybridflow.controller.ray.cluster import Cluster
-from hybridflow.controller.ray.failure import Failure
 from hybridflow.controller.ray.process import RankProcess
+from hybridflow.controller.ray.running import Failure
 from hybridflow.controller.ray.transport import encode
 from hybridflow.controller.worker import Place
 from hybridflow.errors import WorkerError, WorkerLost

@@ -16,9 +16,7 @@ import sleeper
 from ray import cloudpickle
 
 from hybridflow.controller.ray.cluster import Cluster
-from hybridflow.controller.ray.failure import Failure
-from hybridflow.controller.ray.parts import RayPart, Traffic
-from hybridflow.controller.ray.running import Process, Running
+from hybridflow.controller.ray.running import Failure, Process, RayPart, Running, Traffic
 from hybridflow.controller.ray.watchdog import Watchdog
 from hybridflow.controller.worker import Place
 from hybridflow.errors import WorkerError, WorkerLost, WorkerTraceback

@@ -20,6 +20,8 @@ from torch.nn.functional import logsigmoid
 from hybridflow.algorithms.aggregation import at_least_float32
 from hybridflow.errors import ConfigError
 
+__all__ = ["bradley_terry", "dpo", "ipo", "kto", "kto_reference_point", "orpo", "simpo"]
+
 
 def dpo(
     chosen_log_ratio: Tensor, rejected_log_ratio: Tensor, *, beta: float, label_smoothing: float = 0.0

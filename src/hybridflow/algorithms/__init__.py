@@ -4,7 +4,7 @@ arguments.
     catalog              names -> functions, what they read, formulas, papers; read without torch
     advantages/          token rewards -> advantages, returns      one estimator a file
     policy_losses/       log-probs, advantages -> loss             one loss a file
-    preference/          numbers of two responses -> loss          one loss a file
+    preference.py        numbers of two responses -> loss
     value_loss, positive_examples, kl                              the other terms, and the KL controllers
     rollout_correction   two policies -> weights, rejection, metrics
     process_reward       PRIME's rewards of tokens, and the loss of their model

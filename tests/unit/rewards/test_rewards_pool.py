@@ -482,7 +482,8 @@ def test_processes_that_a_function_starts_end_with_its_worker(
     starting: str, text: str, kind: str, detail: str, tmp_path: Path
 ) -> None:
     note = tmp_path / "pids"
-    pool = RewardPool(config_of(starting, num_workers=1, timeout=2.0), seed=0)
+    timeout = 2.0 if kind == "timeout" else TIMEOUT
+    pool = RewardPool(config_of(starting, num_workers=1, timeout=timeout), seed=0)
     (outcome,) = outcomes_of(pool, [ScoreRequest("x", text, None, {"note": str(note)})])
     assert outcome.error == kind and detail in outcome.detail
     if not kind:

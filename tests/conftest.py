@@ -42,6 +42,14 @@ def two_ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
+def three_ranks() -> Iterator[Ranks]:
+    """Three processes in one gloo group, for what does not divide by them."""
+    ranks = Ranks(3)
+    yield ranks
+    ranks.stop()
+
+
+@pytest.fixture(scope="session")
 def four_ranks() -> Iterator[Ranks]:
     """Four processes in one gloo group, for slow tests."""
     ranks = Ranks(4)

@@ -31,9 +31,13 @@ def test_peaks_of_a_step_are_those_of_the_plan(offload: bool, tmp_path: Path) ->
             "actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",
         ]
         config, metrics = counted_run("algorithm.adv_estimator=gae", *keys, model=model)
-    else:  # half of the rows and one counted step are enough
-        few = "actor_rollout_ref.rollout.n=4"
-        config, metrics = quick_run("algorithm.adv_estimator=gae", *keys, few, model=model, steps=2)
+    else:  # a quarter of the rows and one counted step are enough
+        few = (
+            "data.train_batch_size=4",
+            "actor_rollout_ref.actor.ppo_mini_batch_size=2",
+            "actor_rollout_ref.rollout.n=4",
+        )
+        config, metrics = quick_run("algorithm.adv_estimator=gae", *keys, *few, model=model, steps=2)
     # the plan is for rows of the greatest length, and prompts were shorter than that
     data = replace(config.data, max_prompt_length=round(metrics["prompt_length/mean"]))
     config = replace(config, data=data, trainer=replace(config.trainer, device="cuda"))

@@ -6,6 +6,7 @@ import logging
 import os
 import time
 from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple
@@ -137,7 +138,13 @@ class MeasuredCPU(NamedTuple):
 
 
 def measured_cpu() -> MeasuredCPU:
-    """Measure for some hundredths of a second: the best of a few products and copies."""
+    """Measure for some hundredths of a second, once in a process for each number of threads."""
+    return _measure_cpu(torch.get_num_threads())
+
+
+@cache
+def _measure_cpu(num_threads: int) -> MeasuredCPU:
+    """Return the best of a few products and copies; `num_threads` is what torch has now."""
     left = torch.ones(_SIDE, _SIDE)
     source = torch.ones(_NUMBERS)
     target = torch.empty_like(source)

@@ -65,20 +65,24 @@ def test_missing_trackers_and_folders_that_cannot_be_written_are_found_without_t
     assert not (tmp_path / "run").exists(), "a look leaves no folder"
 
 
+AT_ONCE = {
+    "import hybridflow": "torch hybridflow.api",
+    "from hybridflow.cli.main import main, parser; parser()": "torch fastapi uvicorn pydantic",
+    "main(['try', 'search'])": "torch transformers numpy",
+    "from hybridflow import train": "torch",
+    "import hybridflow.explain.algorithm, hybridflow.cli.doctor": "transformers",
+}
+"""What is run, and what must not have been imported after it; later lines may import more."""
+
+
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(
-    ("code", "heavy"),
-    [
-        ("import hybridflow", "torch hybridflow.api"),
-        ("from hybridflow import train", "torch"),
-        ("import hybridflow.explain.algorithm, hybridflow.cli.doctor", "transformers"),
-        ("from hybridflow.cli.main import parser; parser()", "torch fastapi uvicorn pydantic"),
-        ("from hybridflow.cli.main import main; main(['try', 'search'])", "torch transformers numpy"),
-    ],
-)
-def test_what_starts_at_once_imports_nothing_heavy(code: str, heavy: str) -> None:
-    look = f"{code}\nimport sys; assert not {set(heavy.split())} & set(sys.modules)"
-    subprocess.run([sys.executable, "-c", look], check=True, stdin=subprocess.DEVNULL, timeout=600)
+def test_what_starts_at_once_imports_nothing_heavy() -> None:
+    lines = ["import sys"]
+    for code, heavy in AT_ONCE.items():
+        lines += [code, f"assert not {set(heavy.split())} & set(sys.modules), {code!r}"]
+    subprocess.run(
+        [sys.executable, "-c", "\n".join(lines)], check=True, stdin=subprocess.DEVNULL, timeout=600
+    )
 
 
 def test_the_default_trackers_may_lack_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -231,7 +231,8 @@ def test_the_exact_attention_is_the_plain_one() -> None:
 
 def test_sums_over_many_numbers_hold_with_two_threads(two_threads: None) -> None:
     """Products over 1,024 numbers, which AVX-512 kernels cut at another place up to 175 rows."""
-    policy = PolicyModel(zoo.tiny_hf("qwen2", hidden_size=256, intermediate_size=1024))
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 1}
+    policy = PolicyModel(zoo.tiny_hf("qwen2", **sizes))
     engine = NativeEngine(policy, eos_token_ids=(2,))
     assert isinstance(choose_exact_mode(engine, policy, longest=79, temperature=1.0), ExactMode)
 

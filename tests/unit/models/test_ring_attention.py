@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -118,10 +117,3 @@ def test_rounds_end_where_no_row_reaches_further(three_ranks: Ranks) -> None:
     assert three_ranks.run(rounds_of, [4, 4, 4], 4) == [(1, 16)] * 3
     assert three_ranks.run(rounds_of, [6, 6], 4) == [(2, 16), (2, 16), (2, 24)]
     assert three_ranks.run(rounds_of, [12], 4) == [(3, 16), (3, 32), (3, 48)]
-
-
-@pytest.fixture(scope="module")
-def three_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(3)
-    yield ranks
-    ranks.stop()

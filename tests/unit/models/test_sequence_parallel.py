@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -169,13 +168,6 @@ def test_sharded_parameters(two_ranks: Ranks) -> None:
     """One rank has no target at all, and still gathers the head and sums its gradient."""
     _check(two_ranks, "policy", "qwen2", rows=((20, 1),), shard=True)
     _check(two_ranks, "value", "llama", shard=True, checkpointing=True)
-
-
-@pytest.fixture(scope="module")
-def three_ranks() -> Iterator[Ranks]:
-    ranks = Ranks(3)
-    yield ranks
-    ranks.stop()
 
 
 @pytest.mark.slow

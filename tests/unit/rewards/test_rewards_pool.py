@@ -22,7 +22,10 @@ from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.manager import ScoredBatch
 from hybridflow.rewards.pool import RewardPool
 
-TIMEOUT = 10.0
+TIMEOUT = 60.0
+"""Seconds for a row whose outcome is another one than that they have passed."""
+SHORT = 1.0
+"""Seconds for a row that hangs: whatever the machine does, they pass."""
 
 BAD = """
 import asyncio, ctypes, os, pickle, re, subprocess, sys, time, json
@@ -122,8 +125,6 @@ HARMLESS = {
 }
 DEADLY = {
     "stdin": ("ZeroDivisionError", ""),
-    "hangs": ("timeout", f"reward.timeout={TIMEOUT:g} "),
-    "hangs_in_c": ("timeout", f"reward.timeout={TIMEOUT:g} "),
     "kills": ("died", "exit code 3"),
     "segfault": ("died", "SIGSEGV"),
     "ends": ("died", "exit code 0"),
@@ -220,8 +221,19 @@ def test_every_bad_sample_is_blamed_and_the_others_score(
         kind, text = table[response]
         assert (response, outcome.error) == (response, kind), outcome.detail
         assert text in outcome.detail
-    assert outcomes[2 * list(table).index("hangs")].seconds >= TIMEOUT
     assert not (tmp_path / "sprung").exists(), "what is written into the socket is not read as a pickle"
+
+
+@pytest.mark.parametrize("hangs", [("hangs", "hangs_in_c"), ("awaits_forever", "hangs")])
+def test_what_hangs_is_ended_at_its_deadline(bad_file: str, hangs: tuple[str, str]) -> None:
+    """Where samples are awaited together, one that awaits is left, and one that blocks ends its worker."""
+    name = "async_score" if "awaits_forever" in hangs else "compute_score"
+    pool = RewardPool(config_of(bad_file, name, num_workers=1, timeout=SHORT), seed=0)
+    for response in hangs:
+        (outcome,) = outcomes_of(pool, [request(response)])
+        assert outcome.error == "timeout" and f"reward.timeout={SHORT:g} " in outcome.detail
+        assert outcome.seconds >= SHORT
+    pool.close()
 
 
 def test_what_a_function_takes_of_the_machine_costs_its_own_row(
@@ -259,14 +271,11 @@ def test_a_request_that_cannot_travel_is_that_rows_error(pool: RewardPool) -> No
     assert outcomes[0].error and outcomes[1].score == 1.0
 
 
-def test_async_samples_run_together_and_each_has_its_deadline(async_pool: RewardPool) -> None:
-    outcomes = outcomes_of(
-        async_pool,
-        [request("meets", float(number), together=20) for number in range(20)]
-        + [request("awaits_forever"), request("own_timeout")],
-    )
+def test_async_samples_run_together_and_an_error_of_time_is_their_own(async_pool: RewardPool) -> None:
+    rows = [request("meets", float(number), together=20) for number in range(20)]
+    outcomes = outcomes_of(async_pool, [*rows, request("own_timeout")])
     assert [outcome.score for outcome in outcomes[:20]] == [float(number) for number in range(20)]
-    assert [outcome.error for outcome in outcomes[20:]] == ["timeout", "TimeoutError"]
+    assert outcomes[20].error == "TimeoutError"
 
 
 @pytest.mark.parametrize("count", [600, pytest.param(10_000, marks=pytest.mark.slow)])
@@ -297,13 +306,11 @@ def test_an_async_worker_that_dies_is_tried_again_sample_by_sample(async_pool: R
     assert [outcome.error for outcome in outcomes] == ["", "died", ""]
 
 
-def test_an_async_worker_that_blocks_is_ended(async_pool: RewardPool) -> None:
-    assert outcomes_of(async_pool, [request("hangs")])[0].error == "timeout"
-
-
 @pytest.mark.slow
-def test_what_a_blocked_async_worker_had_beside_the_blocking_sample_scores(async_pool: RewardPool) -> None:
-    outcomes = outcomes_of(async_pool, [request("awaits", 1.0), request("hangs")])
+def test_what_a_blocked_async_worker_had_beside_the_blocking_sample_scores(bad_file: str) -> None:
+    pool = RewardPool(config_of(bad_file, "async_score", num_workers=1, timeout=10.0), seed=0)
+    outcomes = outcomes_of(pool, [request("awaits", 1.0), request("hangs")])
+    pool.close()
     assert [outcome.error for outcome in outcomes] == ["", "timeout"]
 
 
@@ -475,7 +482,8 @@ def test_processes_that_a_function_starts_end_with_its_worker(
     starting: str, text: str, kind: str, detail: str, tmp_path: Path
 ) -> None:
     note = tmp_path / "pids"
-    pool = RewardPool(config_of(starting, num_workers=1, timeout=2.0), seed=0)
+    timeout = 2.0 if kind == "timeout" else TIMEOUT
+    pool = RewardPool(config_of(starting, num_workers=1, timeout=timeout), seed=0)
     (outcome,) = outcomes_of(pool, [ScoreRequest("x", text, None, {"note": str(note)})])
     assert outcome.error == kind and detail in outcome.detail
     if not kind:

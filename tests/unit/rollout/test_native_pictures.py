@@ -131,11 +131,11 @@ def count_placeholders(policy: PolicyModel, outputs: list[GenerationOutput]) -> 
     return sum(token in forbidden for output in outputs for token in output.token_ids)
 
 
-def test_no_placeholder_among_twenty_thousand_responses() -> None:
+def test_no_placeholder_among_four_thousand_responses() -> None:
     torch.manual_seed(0)
-    policy, requests = greedy_for_placeholders(20_000)
+    policy, requests = greedy_for_placeholders(4_000)
     outputs = generate(policy, requests, max_num_seqs=1024)
-    assert len(outputs) == 20_000
+    assert len(outputs) == 4_000
     assert count_placeholders(policy, outputs) == 0
     some = slice(0, 64)
     torch.testing.assert_close(

@@ -8,6 +8,7 @@ import os
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -74,15 +75,16 @@ def load(tmp_path: Path, server: dict[str, Any], *, class_name: str = BASE, **mc
     )
 
 
-@pytest.fixture
-def program(tmp_path: Path) -> dict[str, Any]:
-    path = tmp_path / "server.py"
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    path = tmp_path_factory.mktemp("shop") / "server.py"
     path.write_text(SERVER)
     return {"command": sys.executable, "args": [str(path)], "env": {"PYTHONPATH": os.pathsep.join(sys.path)}}
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def address(program: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A server for all tests that do not end it."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -98,7 +100,7 @@ def address(program: dict[str, Any]) -> Iterator[dict[str, Any]]:
                 httpx.get(f"http://127.0.0.1:{port}/")
                 break
             except httpx.TransportError:
-                continue
+                time.sleep(0.05)
         yield {"url": f"http://127.0.0.1:{port}/mcp"}
     finally:
         process.kill()
@@ -159,10 +161,10 @@ def test_a_server_over_http(address: dict[str, Any], tmp_path: Path) -> None:
 
 
 def test_verls_search_tool_takes_selected_tools_and_reads_their_hits(
-    program: dict[str, Any], tmp_path: Path
+    address: dict[str, Any], tmp_path: Path
 ) -> None:
     name = "hybridflow.tools.mcp_search_tool.MCPSearchTool"
-    toolset = load(tmp_path, program, class_name=name, tool_selected_list=["find"])
+    toolset = load(tmp_path, address, class_name=name, tool_selected_list=["find"])
     try:
         assert answers(toolset, ToolCall("find", '{"query": "egg"}')) == [
             ToolAnswer('[{"title": "EGG"}]', 0.0, {"query_count": 1.0, "total_results": 1.0})
@@ -171,14 +173,14 @@ def test_verls_search_tool_takes_selected_tools_and_reads_their_hits(
         toolset.close()
 
 
-def test_servers_that_are_wrong_are_errors(program: dict[str, Any], tmp_path: Path) -> None:
+def test_servers_that_are_wrong_are_errors(address: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError, match="no server has \\['lose'\\]; they have \\['find', 'price', 'process'\\]"
     ):
-        load(tmp_path, program, tool_selected_list=["lose"])
+        load(tmp_path, address, tool_selected_list=["lose"])
     with pytest.raises(ConfigError, match="'shop' cannot be used"):
         load(tmp_path, {"command": str(tmp_path / "missing")})
     with pytest.raises(ConfigError, match="needs a command, or a url"):
         load(tmp_path, {})
     with pytest.raises(ConfigError, match="wants a subclass of MCPBaseTool"):
-        load(tmp_path, program, class_name="hybridflow.tools.search_tool.SearchTool")
+        load(tmp_path, address, class_name="hybridflow.tools.search_tool.SearchTool")

@@ -25,6 +25,7 @@ from hybridflow.tools.parsers.typed import fits, value_of
 from hybridflow.tools.schemas import schema_with
 
 CASES = cases()
+SHORT = 1000
 LONG = 640_000
 
 
@@ -36,8 +37,9 @@ def fed(parser: CallParser, text: str, size: int) -> list[str | ToolCall]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_the_table(case: Case) -> None:
-    """Whole, and in pieces of 1 to 11 characters."""
-    for size in (len(case.text) or 1, *range(1, 12)):
+    """Whole, and in pieces of 1 to 11 characters; a long text in those of 11."""
+    sizes = range(11 if len(case.text) > SHORT else 1, 12)
+    for size in (len(case.text) or 1, *sizes):
         parser = TOOL_PARSERS[case.format](TOOLS, in_thinking=case.in_thinking)
         assert fed(parser, case.text, size) == case.parts
         assert parser.malformed == len(case.problems), parser.problems

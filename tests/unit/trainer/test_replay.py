@@ -4,6 +4,7 @@ run's own reward gives what is stored, and others change it as they should.
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -42,9 +43,16 @@ def train(folder: Path, *overrides: str) -> Path:
     return run
 
 
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of GRPO, which is read by many tests and changed by none."""
+    return train(tmp_path_factory.mktemp("runs"), *RECIPES["grpo"])
+
+
 @pytest.mark.parametrize("recipe", RECIPES)
-def test_the_bits_of_metrics_and_weights_agree(recipe: str, tmp_path: Path) -> None:
-    run = train(tmp_path, *RECIPES[recipe])
+def test_the_bits_of_metrics_and_weights_agree(recipe: str, run: Path, tmp_path: Path) -> None:
+    if recipe != "grpo":
+        run = train(tmp_path, *RECIPES[recipe])
     before = sorted(path.relative_to(run) for path in run.rglob("*"))
     found = replay(run, 4)
     assert (found.began_after, found.steps) == (2, [3, 4])
@@ -54,9 +62,9 @@ def test_the_bits_of_metrics_and_weights_agree(recipe: str, tmp_path: Path) -> N
 
 
 def test_a_step_without_a_checkpoint_begins_at_the_start(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = train(tmp_path, *RECIPES["grpo"])
+    run = Path(shutil.copytree(run, tmp_path / "run"))
     capsys.readouterr()
     assert main(["replay", str(run), "--step", "1"]) == 0
     shown = capsys.readouterr().out
@@ -72,12 +80,6 @@ def test_a_step_without_a_checkpoint_begins_at_the_start(
     (kept.folder / "step_2").rename(kept.folder / "gone")
     with pytest.raises(DataError, match=r"trainer\.keep_rows=true"):
         replay(run, 2)
-
-
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that is read by all tests of `reverify`."""
-    return train(tmp_path_factory.mktemp("runs"), "algorithm.adv_estimator=grpo")
 
 
 def test_the_runs_own_judgement_is_what_is_stored(run: Path) -> None:

@@ -55,7 +55,7 @@ def test_any_bits_arrive(dtype: torch.dtype, shape: tuple[int, ...], longest: in
     generator = torch.Generator().manual_seed(seed)
     count = math.prod(shape)
     lengths = torch.randint(1, longest + 1, (count,), generator=generator)
-    which = torch.arange(count).repeat_interleave(lengths.clamp(max=count))[:count]
+    which = torch.searchsorted(lengths.cumsum(0), torch.arange(count), right=True)  # the run of each number
     drawn = torch.randint(0, 256, (count, dtype.itemsize), generator=generator, dtype=torch.uint8)
     if dtype == torch.bool:
         drawn %= 2

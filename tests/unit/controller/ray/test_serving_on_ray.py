@@ -1,4 +1,4 @@
-"""Serving without an end and weights in flight, with one and two replicas in processes of their own."""
+"""Serving without an end and weights in flight, with two replicas in processes of their own."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from serving_scenes import SCENES, Groups, factories  # noqa: E402
 pytestmark = [pytest.mark.timeout(1800), pytest.mark.xdist_group("ray")]
 
 
-@pytest.fixture(scope="module", params=[1, 2])
-def serving(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[RayBackend]:
+@pytest.fixture(scope="module")
+def serving(cluster: Cluster) -> Iterator[RayBackend]:
+    """Two replicas; with one, the same scenes run in a process without Ray."""
     pools = {"actor": "train", "rollout": "gen"}
-    sizes = {"train": 1, "gen": request.param}
+    sizes = {"train": 1, "gen": 2}
     made = start(cluster, sizes, pools, factories, rooms=("rollout", "workers"))
     yield made
     made.shutdown()

@@ -331,7 +331,7 @@ with Ledger(Path(sys.argv[1])) as ledger:
 
 
 def test_a_process_that_is_killed_loses_nothing_that_append_has_returned_for(path: Path) -> None:
-    for _ in range(3):
+    for _ in range(2):  # the second goes on after what the first has left
         with subprocess.Popen([sys.executable, "-c", KILLED, str(path)], stdout=subprocess.PIPE) as process:
             assert process.stdout is not None
             for _ in range(100):

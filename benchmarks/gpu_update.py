@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.config.model import OptimConfig
-from hybridflow.engines import Ask, BatchLimits
+from hybridflow.engines import BatchLimits, OutputSpec
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.models.build import enable_gradient_checkpointing, without_dropout
 from hybridflow.models.policy import PolicyModel
@@ -92,7 +92,7 @@ def measure(
     parameters = matmul_parameters(hf)
     engine = FSDPEngine(PolicyModel(hf), name="actor", optim=OptimConfig(lr=1e-7), grad_clip=1.0)
     limits = BatchLimits(options.tokens)
-    ask = Ask(log_probs=True)
+    spec = OutputSpec(log_probs=True)
     cases = []
     for pattern in ("uniform", "life"):
         batch, lengths = rows_of(MICRO_BATCHES * options.tokens, width, pattern, hf.config.vocab_size)
@@ -101,8 +101,8 @@ def measure(
             torch.cuda.reset_peak_memory_stats(device)
         seconds: dict[str, list[float]] = {"log_probs": [], "update": []}
         for turn in range(options.rounds + 1):
-            scored = gpu.seconds_of(partial(engine.forward, batch, ask, limits), device)
-            updated = gpu.seconds_of(partial(engine.train_mini_batch, batch, ask, loss, limits), device)
+            scored = gpu.seconds_of(partial(engine.forward, batch, spec, limits), device)
+            updated = gpu.seconds_of(partial(engine.train_mini_batch, batch, spec, loss, limits), device)
             if turn:
                 seconds["log_probs"].append(scored)
                 seconds["update"].append(updated)

@@ -131,9 +131,9 @@ def measure(
         most = MOST_TOKENS[model]
         lengths = [max(1, length * most // kit.MAX_TOKENS) for length in kit.lengths_of(rows, pattern)]
         # the first generation, whose operations are counted, is also the warm-up
-        details = {name: side.ask({"lengths": lengths, "detail": True}) for name, side in sides.items()}
+        details = {name: side.spec({"lengths": lengths, "detail": True}) for name, side in sides.items()}
         question = {"lengths": lengths, "detail": False}
-        asks = {name: partial(side.ask, question) for name, side in sides.items()}
+        asks = {name: partial(side.spec, question) for name, side in sides.items()}
         case: dict[str, Any] = {"model": model, "threads": threads, "rows": rows, "lengths": pattern}
         case["tokens"] = sum(lengths)
         case["answers"] = kit.in_turn(asks, options.rounds, warm_up=0)

@@ -93,7 +93,7 @@ def across(options: argparse.Namespace) -> dict[str, list[float]]:
 
         def pushed(name: str) -> float:
             def call(method: str, receipt: dict[str, Any]) -> list[Any]:
-                return [sides[name].ask({"receipt": receipt})]
+                return [sides[name].spec({"receipt": receipt})]
 
             sender.bit_sum = bit_sum if name == "checked" else no_sum  # type: ignore[assignment]
             began = time.perf_counter()
@@ -107,7 +107,7 @@ def across(options: argparse.Namespace) -> dict[str, list[float]]:
                 flat = tensor.view(-1).view(torch.uint8)
                 writer.buffer[offset : offset + len(flat)].copy_(flat)
                 offset += len(flat)
-            sides["plain"].ask({"plain": writer.facts(0)})
+            sides["plain"].spec({"plain": writer.facts(0)})
             return time.perf_counter() - began
 
         ways = {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_runs import Run, ask, build, dealt, save_tiny, whole
+from sharded_runs import Run, build, dealt, save_tiny, spec, whole
 from simulated_accelerator import counts, memory
 from torch import Tensor
 
@@ -54,7 +54,7 @@ def steps(engine: FSDPEngine, run: Run, number: int = 3) -> list[counts.Counts]:
     for _ in range(number):
         batch, loss = dealt(run, engine)
         with counts.phase(f"mini-batch {len(counts.phases)}") as phase:
-            engine.train_mini_batch(batch, ask(run), loss, run.limits)
+            engine.train_mini_batch(batch, spec(run), loss, run.limits)
         found.append(phase)
     return found
 

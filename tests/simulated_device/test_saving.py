@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from sharded_runs import Run, ask, build, dealt, save_tiny
+from sharded_runs import Run, build, dealt, save_tiny, spec
 from simulated_accelerator import counts
 
 from hybridflow.checkpoint import state
@@ -33,7 +33,7 @@ def trained(folder: str, fsdp: FSDPConfig | None = None) -> FSDPEngine:
     run = Run(folder, model=model, fsdp=fsdp or FSDPConfig(), deal=(tuple(range(7)),))
     engine = build(run, 1)
     batch, loss = dealt(run, engine)
-    engine.train_mini_batch(batch, ask(run), loss, run.limits)
+    engine.train_mini_batch(batch, spec(run), loss, run.limits)
     return engine
 
 

@@ -3,7 +3,7 @@
     rows [B, T] ──split──► micro-batches ──pack──► module ──unpack──► answers [b, R] ──loss──► gradients
     ──step──► parameters
 
-The engine never sees an algorithm, and nobody above it calls the module. It is handed an `Ask`, which names
+The engine never sees an algorithm, and nobody above it calls the module. It is handed an `OutputSpec`, which names
 the numbers wanted of each token, and a `LossFn`, whose result is minimised.
 """
 
@@ -20,14 +20,14 @@ from torch import Tensor
 
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.distributed.shards import Box
-from hybridflow.models.ask import Answers, Ask
+from hybridflow.models.output_spec import Outputs, OutputSpec
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 
 if TYPE_CHECKING:  # losses need this module, and no model library
     from hybridflow.models.policy import PolicyModel
 
-LossFn = Callable[[Answers, DataProto], tuple[Tensor, Metrics]]
+LossFn = Callable[[Outputs, DataProto], tuple[Tensor, Metrics]]
 """(answers by name, each [b, R]; the micro-batch) -> (its share of the mini-batch's loss, 0-d; metrics)."""
 
 
@@ -106,10 +106,12 @@ class TrainEngine(Protocol):
     def offload(self) -> None:
         """Undo one `onload`; the last one sends the parameters back to CPU memory, if they are offloaded."""
 
-    def forward(self, rows: DataProto, ask: Ask, limits: BatchLimits) -> Answers:
+    def forward(self, rows: DataProto, spec: OutputSpec, limits: BatchLimits) -> Outputs:
         """Return the answers for all rows without gradients, [B, R] each, CPU, 0 where not predicted."""
 
-    def train_mini_batch(self, rows: DataProto, ask: Ask, loss: LossFn, limits: BatchLimits) -> Metrics:
+    def train_mini_batch(
+        self, rows: DataProto, spec: OutputSpec, loss: LossFn, limits: BatchLimits
+    ) -> Metrics:
         """Take one optimizer step on `rows`, whose `loss` shares sum to the mini-batch's loss.
 
         The metric `num_updates` is 1 where the step was applied, `num_skipped_steps` where it was not finite.

@@ -31,7 +31,7 @@ from hybridflow.engines.base import BatchLimits, LossFn
 from hybridflow.engines.micro_batches import MicroBatch, plan
 from hybridflow.engines.optimizer import MasterAdamW, learning_rate
 from hybridflow.errors import TrainingError
-from hybridflow.models.ask import Answers, Ask
+from hybridflow.models.output_spec import Outputs, OutputSpec
 from hybridflow.models.routing import LIVE
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
@@ -58,7 +58,7 @@ class Accumulated:
     num_lost: int = 0
     """Number of losses that were found not to depend on the states that other ranks have sent."""
 
-    def share(self, micro: MicroBatch, answers: Answers, loss: LossFn) -> Tensor:
+    def share(self, micro: MicroBatch, answers: Outputs, loss: LossFn) -> Tensor:
         """Return a micro-batch's share of the loss, 0-d, and add what is known of it to the sums.
 
         The share of a dummy is 0 and reaches all of the model in the backward pass. `answers` are [M] each.
@@ -82,7 +82,7 @@ class Accumulated:
 
 
 class MicroBatchEngine(ABC):
-    """A training engine without its model, which a subclass adds with `_answer_all` and `_accumulate`.
+    """A training engine without its model, which a subclass adds with `_forward_all` and `_accumulate`.
 
     `name` prefixes the metrics (`actor`, `critic`). An optimizer step whose loss or gradient norm is not
     finite changes nothing: it is reported, its rows are written to `dump_dir`, and after
@@ -125,14 +125,18 @@ class MicroBatchEngine(ABC):
         return nullcontext()
 
     @abstractmethod
-    def _answer_all(self, micros: Sequence[MicroBatch], ask: Ask) -> Iterator[tuple[MicroBatch, Answers]]:
+    def _forward_all(
+        self, micros: Sequence[MicroBatch], spec: OutputSpec
+    ) -> Iterator[tuple[MicroBatch, Outputs]]:
         """Yield each micro-batch as it was given, on the host, with its answers on the device, [M] each.
 
         It is called without gradients.
         """
 
     @abstractmethod
-    def _accumulate(self, micros: Sequence[MicroBatch], ask: Ask, loss: LossFn, sums: Accumulated) -> None:
+    def _accumulate(
+        self, micros: Sequence[MicroBatch], spec: OutputSpec, loss: LossFn, sums: Accumulated
+    ) -> None:
         """Add the gradients of all micro-batches to the parameters, and their loss shares to `sums`."""
 
     def _apply(self, lr: float) -> None:
@@ -141,7 +145,7 @@ class MicroBatchEngine(ABC):
         self.optimizer.step(lr)
 
     @torch.no_grad()
-    def forward(self, rows: DataProto, ask: Ask, limits: BatchLimits) -> Answers:
+    def forward(self, rows: DataProto, spec: OutputSpec, limits: BatchLimits) -> Outputs:
         """Return the answers for all rows without gradients, each [B, R] float on the CPU, but routes.
 
         Routes are [B, T, W] int16, and `LIVE` on padding. A batch without rows gives none of each.
@@ -150,10 +154,10 @@ class MicroBatchEngine(ABC):
         copy = HostCopy()
         with self._ready(training=False), _memory_named(self.name, limits):
             micros = self._plan(rows, limits, at_least=1)
-            for micro, answers in self._answer_all(micros, ask):
+            for micro, answers in self._forward_all(micros, spec):
                 answered += [(micro, name) for name in answers]
                 copy.add(list(answers.values()))
-        results: Answers = {}
+        results: Outputs = {}
         for (micro, name), value in zip(answered, copy.tensors(), strict=True):
             if name not in results and name == "routes":
                 size = (*rows.batch["attention_mask"].shape, value.shape[1])
@@ -167,14 +171,16 @@ class MicroBatchEngine(ABC):
                 results[name][micro.indices] = micro.packed.unpack(value)
         return results
 
-    def train_mini_batch(self, rows: DataProto, ask: Ask, loss: LossFn, limits: BatchLimits) -> Metrics:
+    def train_mini_batch(
+        self, rows: DataProto, spec: OutputSpec, loss: LossFn, limits: BatchLimits
+    ) -> Metrics:
         """Take one optimizer step on `rows`, which are this rank's part of the mini-batch."""
         assert self.optimizer is not None, f"{self.name} was built without an optimizer"
         self.optimizer.zero_grad()
         sums = Accumulated(self.name, torch.zeros((), dtype=torch.float64, device=self.device))
         with self._ready(training=True):
             with _memory_named(self.name, limits):
-                self._accumulate(self._plan(rows, limits), ask, loss, sums)
+                self._accumulate(self._plan(rows, limits), spec, loss, sums)
             return self._step(rows, sums)
 
     def _plan(self, rows: DataProto, limits: BatchLimits, *, at_least: int = 0) -> list[MicroBatch]:

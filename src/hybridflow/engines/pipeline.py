@@ -38,7 +38,7 @@ from hybridflow.engines.fsdp.engine import FSDPEngine
 from hybridflow.engines.fsdp.sharding import choose_reduction, reshard, sharded_modules
 from hybridflow.engines.micro_batch_engine import Accumulated
 from hybridflow.engines.micro_batches import MicroBatch
-from hybridflow.models.ask import Answers, Ask
+from hybridflow.models.output_spec import Outputs, OutputSpec
 from hybridflow.models.routing import LIVE
 from hybridflow.models.stages import Part, Stage
 from hybridflow.observability.progress import progress
@@ -147,36 +147,40 @@ class PipelineEngine(FSDPEngine):
         """Return at least one micro-batch for each stage: with fewer, some stages only wait."""
         return super()._plan(rows, limits, at_least=max(at_least, len(self.column.ranks)))
 
-    def _answer_all(self, micros: Sequence[MicroBatch], ask: Ask) -> Iterator[tuple[MicroBatch, Answers]]:
+    def _forward_all(
+        self, micros: Sequence[MicroBatch], spec: OutputSpec
+    ) -> Iterator[tuple[MicroBatch, Outputs]]:
         number = len(self.stage.parts)
         order = forwards(len(self.column.ranks), number, len(micros), self.column.stage)
-        run = _Run(self, micros, ask)
+        run = _Run(self, micros, spec)
         for each in run.through(order):
-            if self.stage.parts[each.part].is_last and not ask.routes:
+            if self.stage.parts[each.part].is_last and not spec.routes:
                 yield micros[each.micro], run.answers.pop(each.micro)
         self._end()
-        if ask.routes or not self.stage.own[-1].is_last:
+        if spec.routes or not self.stage.own[-1].is_last:
             for number, micro in enumerate(micros):
-                yield micro, self._late_answers(run, number, ask)
+                yield micro, self._late_outputs(run, number, spec)
 
-    def _late_answers(self, run: _Run, number: int, ask: Ask) -> Answers:
+    def _late_outputs(self, run: _Run, number: int, spec: OutputSpec) -> Outputs:
         """Return a micro-batch's answers, zeros but on the last stage, and its routes in all layers."""
         packed = run.micros[number].packed
-        names = [each.name for each in fields(ask) if getattr(ask, each.name) is True]
+        names = [each.name for each in fields(spec) if getattr(spec, each.name) is True]
         empty = {
             name: torch.zeros(len(packed.targets), device=self.device) for name in names if name != "routes"
         }
         answers = run.answers.pop(number, empty)
-        if ask.routes:
+        if spec.routes:
             routes = run.routes.pop(number)
             dist.all_reduce(routes, dist.ReduceOp.MAX, group=self.column.forward)
             answers["routes"] = self.policy.routes_of(packed, routes)
         return answers
 
-    def _accumulate(self, micros: Sequence[MicroBatch], ask: Ask, loss: LossFn, sums: Accumulated) -> None:
+    def _accumulate(
+        self, micros: Sequence[MicroBatch], spec: OutputSpec, loss: LossFn, sums: Accumulated
+    ) -> None:
         orders = one_forward_one_backward(len(self.column.ranks), len(self.stage.parts), len(micros))
         load = ExpertLoad.of(self.module, micros, self.mesh)
-        run = _Run(self, micros, ask, loss, sums, load)
+        run = _Run(self, micros, spec, loss, sums, load)
         for _ in run.through(orders[self.column.stage]):
             pass
         self._end()
@@ -210,18 +214,18 @@ class _Run:
         self,
         engine: PipelineEngine,
         micros: Sequence[MicroBatch],
-        ask: Ask,
+        spec: OutputSpec,
         loss: LossFn | None = None,
         sums: Accumulated | None = None,
         load: ExpertLoad | None = None,
     ) -> None:
         self.engine = engine
         self.micros = [micro.on(engine.device) for micro in micros]
-        self.ask = ask
+        self.spec = spec
         self.loss = loss
         self.sums = sums
         self.load = load
-        self.answers: dict[int, Answers] = {}
+        self.answers: dict[int, Outputs] = {}
         """Answers of the last part, by number of the micro-batch; without a loss."""
         self.routes: dict[int, Tensor] = {}
         """Experts [n, L, K] int32 by number of the micro-batch, where asked for; -1 in layers elsewhere."""
@@ -268,8 +272,8 @@ class _Run:
         if arrived is not None and self.loss is not None:
             arrived.requires_grad_()
         with self.engine.activations_kept():
-            out = self.engine.stage(micro.packed, self.ask, part, arrived)
-        if self.ask.routes:
+            out = self.engine.stage(micro.packed, self.spec, part, arrived)
+        if self.spec.routes:
             policy = self.engine.policy
             assert policy.routing is not None and policy.tape is not None, (
                 "`follow_routes` comes before a pass"

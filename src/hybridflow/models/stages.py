@@ -21,11 +21,11 @@ from torch import Tensor, nn
 
 from hybridflow.config.model import ModelConfig
 from hybridflow.errors import ModelError
-from hybridflow.models.answer import answer
-from hybridflow.models.ask import Answers, Ask
 from hybridflow.models.blocks import decoder_blocks
 from hybridflow.models.build import auto_class, shape_of
 from hybridflow.models.experts import experts_per_token, num_experts
+from hybridflow.models.output_spec import Outputs, OutputSpec
+from hybridflow.models.outputs import outputs_of
 from hybridflow.models.policy import PolicyModel, all_states, device_of, sequence_cut
 from hybridflow.models.sequence_parallel import SequenceCut
 from hybridflow.models.value import ValueModel
@@ -149,14 +149,16 @@ class Stage(nn.Module):
         model = self.model
         return sequence_cut(packed, model.sequence_group, model.config, model.sequence_ring)
 
-    def forward(self, packed: PackedBatch, ask: Ask, part: Part, arrived: Tensor | None) -> Answers | Tensor:
+    def forward(
+        self, packed: PackedBatch, spec: OutputSpec, part: Part, arrived: Tensor | None
+    ) -> Outputs | Tensor:
         """Run a part: hidden states [1, N, H] before it (None for the first) -> those after it.
 
         The last part gives answers instead, each [M]. Routes are on the model's tape, those of the part.
         """
         with self._running(part, arrived):
             if part.is_last:
-                return answer(self.model, packed, replace(ask, routes=False))
+                return outputs_of(self.model, packed, replace(spec, routes=False))
             cut = self._cut(packed)
             routes = None
             if isinstance(self.model, PolicyModel) and self.model.routing is not None:
@@ -320,11 +322,11 @@ def check_stages(policy: PolicyModel) -> None:
         columns=torch.tensor([0, 1, 2, 3, 0, 1], device=policy.device),
         shape=(2, 4),
     )
-    ask = Ask(log_probs=True)
+    spec = OutputSpec(log_probs=True)
     outputs: Any = None
     for part in stage.parts:
-        outputs = stage(packed, ask, part, outputs)
-    if not torch.equal(outputs["log_probs"], answer(policy, packed, ask)["log_probs"]):
+        outputs = stage(packed, spec, part, outputs)
+    if not torch.equal(outputs["log_probs"], outputs_of(policy, packed, spec)["log_probs"]):
         raise ModelError(
             f"{type(policy.hf).__name__} (model_type {policy.config.model_type!r}) computes otherwise in "
             f"stages than in one piece: set {KEY}=1"

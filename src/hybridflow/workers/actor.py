@@ -6,7 +6,7 @@ from hybridflow.algorithms.aggregation import LossScale, masked_sum
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.needs import wants_full_kl
 from hybridflow.controller import Dispatch, register
-from hybridflow.engines import Ask, BatchLimits, TrainEngine
+from hybridflow.engines import BatchLimits, OutputSpec, TrainEngine
 from hybridflow.models.exact_mode import ExactMode
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
@@ -81,14 +81,14 @@ class ActorWorker(StatefulWorker):
         Each is [B, R] float32; log-probs and entropy are in nats. `with_routes` adds routed_experts
         [B, T, W] int16. Rows that have this column go to these experts.
         """
-        ask = Ask(
+        spec = OutputSpec(
             log_probs=True,
             entropy=with_entropy,
             sum_pi_squared=with_sum_pi_squared,
             temperature=self.temperature,
             routes=with_routes,
         )
-        outputs = self.engine.forward(batch, ask, self.log_prob_limits)
+        outputs = self.engine.forward(batch, spec, self.log_prob_limits)
         names = {"log_probs": "old_log_probs", "entropy": "entropys", "routes": ROUTES}
         return DataProto.from_dict({names.get(name, name): values for name, values in outputs.items()})
 
@@ -116,13 +116,13 @@ class ActorWorker(StatefulWorker):
         the log-probs differ.
         """
         loss = policy_loss(self.config, scale, self.loss, watch)
-        ask = Ask(
+        spec = OutputSpec(
             log_probs=True,
             entropy=self.config.entropy_coeff != 0.0 or watch is not None,
             full_kl=wants_full_kl(self.config),
             temperature=self.temperature,
         )
-        return self.engine.train_mini_batch(batch, ask, loss, self.limits)
+        return self.engine.train_mini_batch(batch, spec, loss, self.limits)
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def weight_sums(self) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """The worker that learns from comparisons of answers, and its typed group.
 
-    Comparison rows ──Ask──► answers of the model [B, R] ──Measure──► loss, rewards, … of each item [K]
+    Comparison rows ──OutputSpec──► answers of the model [B, R] ──Measure──► loss, rewards, … of each item [K]
     update: the mean loss is minimised ─ evaluate: the means are reported
 
 `preference_measure` gives the Measure of DPO and its kin; `pair_scores` and `step_scores` are those of reward
@@ -23,8 +23,8 @@ from hybridflow.controller import Backend, Dispatch, register
 from hybridflow.data.preference import CHOSEN, MISMATCHED
 from hybridflow.distributed.process_group import gather_objects
 from hybridflow.distributed.shards import bit_sum
-from hybridflow.engines import Ask, BatchLimits, TrainEngine
-from hybridflow.models.ask import Answers
+from hybridflow.engines import BatchLimits, OutputSpec, TrainEngine
+from hybridflow.models.output_spec import Outputs
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.workers.actor import POLICY_COLUMNS
@@ -33,7 +33,7 @@ from hybridflow.workers.state import StatefulGroup, StatefulWorker
 Measures = dict[str, Tensor]
 """Numbers by name, each [K] with a K of its own; `loss` is among them."""
 
-Measure = Callable[[Answers, DataProto], Measures]
+Measure = Callable[[Outputs, DataProto], Measures]
 """(answers of the model, rows) -> numbers of each item; `loss` alone has a gradient that is used."""
 
 COLUMNS = (*POLICY_COLUMNS, "loss_mask", "group_ids", "preference")
@@ -52,7 +52,7 @@ def preference_measure(config: PreferenceConfig) -> Measure:
     if beta is None:
         beta = 2.0 if config.loss == "simpo" else 0.1
 
-    def measure(answers: Answers, batch: DataProto) -> Measures:
+    def measure(answers: Outputs, batch: DataProto) -> Measures:
         rows = batch.batch
         mask = rows["loss_mask"]
         sums = masked_sum(answers["log_probs"], mask, dim=-1)
@@ -88,7 +88,7 @@ def preference_measure(config: PreferenceConfig) -> Measure:
     return measure
 
 
-def pair_scores(answers: Answers, batch: DataProto) -> Measures:
+def pair_scores(answers: Outputs, batch: DataProto) -> Measures:
     """Return the Bradley–Terry loss of a reward model on pairs, and the scores, which are those of rows."""
     scores = answers["scores"].sum(-1)  # one of each row, the others are 0
     chosen, rejected = chosen_and_rejected(batch)
@@ -99,7 +99,7 @@ def pair_scores(answers: Answers, batch: DataProto) -> Measures:
     return _measures(loss, scores, chosen, rejected)
 
 
-def step_scores(answers: Answers, batch: DataProto) -> Measures:
+def step_scores(answers: Outputs, batch: DataProto) -> Measures:
     """Return the cross-entropy of the score of each step with its label: −logσ(s) of a right step, −logσ(−s)
     of a wrong one.
     """
@@ -127,9 +127,9 @@ def _measures(loss: Tensor, rewards: Tensor, chosen: Tensor, rejected: Tensor) -
 class ComparisonWorker(StatefulWorker):
     """A worker that holds the engine of a model that learns from comparisons."""
 
-    def __init__(self, engine: TrainEngine, ask: Ask, measure: Measure, limits: BatchLimits) -> None:
+    def __init__(self, engine: TrainEngine, spec: OutputSpec, measure: Measure, limits: BatchLimits) -> None:
         super().__init__(engine)
-        self.ask = ask
+        self.spec = spec
         self.measure = measure
         self.limits = limits
 
@@ -137,16 +137,16 @@ class ComparisonWorker(StatefulWorker):
     def update(self, batch: DataProto, *, count: int) -> Metrics:
         """Take one optimizer step on the rows of `batch`; `count` is the number of all its losses."""
 
-        def loss(answers: Answers, micro: DataProto) -> tuple[Tensor, Metrics]:
+        def loss(answers: Outputs, micro: DataProto) -> tuple[Tensor, Metrics]:
             measures = self.measure(answers, micro)
             return measures["loss"].sum() / count, _means(measures, "train")
 
-        return self.engine.train_mini_batch(batch, self.ask, loss, self.limits)
+        return self.engine.train_mini_batch(batch, self.spec, loss, self.limits)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS, reads=COLUMNS)
     def evaluate(self, batch: DataProto) -> Metrics:
         """Return the means over the rows of `batch` of all that is measured, as `val/…`."""
-        return _means(self.measure(self.engine.forward(batch, self.ask, self.limits), batch), "val")
+        return _means(self.measure(self.engine.forward(batch, self.spec, self.limits), batch), "val")
 
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
@@ -158,7 +158,7 @@ class ComparisonWorker(StatefulWorker):
         is, or of the base below its adapters.
         """
         with self.engine.without_adapters() if without_adapters else nullcontext():
-            answers = self.engine.forward(batch, self.ask, self.limits)
+            answers = self.engine.forward(batch, self.spec, self.limits)
         sums = masked_sum(answers["log_probs"], batch.batch["loss_mask"], dim=-1)
         return DataProto.from_dict({"ref_log_prob_sum": sums})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.config.root import CriticConfig
 from hybridflow.controller import Dispatch, register
-from hybridflow.engines import Ask, BatchLimits, TrainEngine
+from hybridflow.engines import BatchLimits, OutputSpec, TrainEngine
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.workers.actor import POLICY_COLUMNS, UPDATE_COLUMNS
@@ -13,7 +13,7 @@ from hybridflow.workers.losses import critic_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, add_update, mini_batches
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
-VALUES = Ask(values=True)
+VALUES = OutputSpec(values=True)
 
 
 class CriticWorker(StatefulWorker):

@@ -44,7 +44,7 @@ LOSS_SHARES = (
 
 
 FULL_KL_ANSWER = "full_kl"
-"""The name by which an engine answers `Ask(full_kl=True)`."""
+"""The name by which an engine answers `OutputSpec(full_kl=True)`."""
 TRAJECTORY_COLUMNS = ("trajectory_id", "trajectory_rows")
 """Columns by which the losses of every update count trajectories, where the batch has them."""
 

@@ -16,7 +16,7 @@ from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.algorithms.process_reward import implicit_rewards, process_reward_loss
 from hybridflow.config.reward import ProcessRewardModelConfig
 from hybridflow.controller import Dispatch, register
-from hybridflow.engines import Ask, BatchLimits, LossFn, TrainEngine
+from hybridflow.engines import BatchLimits, LossFn, OutputSpec, TrainEngine
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.workers.actor import POLICY_COLUMNS, UPDATE_COLUMNS
@@ -63,7 +63,7 @@ class ProcessRewardWorker(StatefulWorker):
         super().__init__(engine)
         self.config = config
         self.limits = limits
-        self.ask = Ask(log_probs=True, temperature=temperature)
+        self.spec = OutputSpec(log_probs=True, temperature=temperature)
 
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
@@ -73,7 +73,7 @@ class ProcessRewardWorker(StatefulWorker):
     def rewards(self, batch: DataProto) -> DataProto:
         """Return process_rewards [B, R] float32, 0 outside `response_mask`, under the current weights."""
         check_token_ids(batch, self.engine)
-        log_prob = self.engine.forward(batch, self.ask, self.limits)["log_probs"]
+        log_prob = self.engine.forward(batch, self.spec, self.limits)["log_probs"]
         rows = batch.batch
         config = self.config
         rewards = implicit_rewards(
@@ -90,7 +90,7 @@ class ProcessRewardWorker(StatefulWorker):
         """Take one optimizer step on the rows of one mini-batch; `scale` counts all of it."""
         check_token_ids(batch, self.engine)
         return self.engine.train_mini_batch(
-            batch, self.ask, outcome_loss(self.config.beta, scale), self.limits
+            batch, self.spec, outcome_loss(self.config.beta, scale), self.limits
         )
 
 

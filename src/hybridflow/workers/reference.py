@@ -10,7 +10,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 
 from hybridflow.controller import Dispatch, register
-from hybridflow.engines import Ask, BatchLimits, TrainEngine
+from hybridflow.engines import BatchLimits, OutputSpec, TrainEngine
 from hybridflow.errors import ModelError
 from hybridflow.models.full_kl import HeadInputs
 from hybridflow.models.policy import PolicyModel
@@ -57,7 +57,7 @@ class ReferenceWorker(StatefulWorker):
         without_adapters: bool = False,
     ) -> None:
         super().__init__(engine)
-        self.ask = Ask(log_probs=True, temperature=temperature)
+        self.spec = OutputSpec(log_probs=True, temperature=temperature)
         self.limits = limits
         self.column = column
         self.without_adapters = without_adapters
@@ -71,7 +71,7 @@ class ReferenceWorker(StatefulWorker):
         """One column [B, R] float32 nats: log-probs of the responses at the rollout's temperature."""
         check_token_ids(batch, self.engine)
         with self.engine.without_adapters() if self.without_adapters else nullcontext():
-            outputs = self.engine.forward(batch, self.ask, self.limits)
+            outputs = self.engine.forward(batch, self.spec, self.limits)
         return DataProto.from_dict({self.column: outputs["log_probs"]})
 
 

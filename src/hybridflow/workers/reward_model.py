@@ -6,7 +6,7 @@ rows of the model's own tokens ──score──► reward_model_scores
 from __future__ import annotations
 
 from hybridflow.controller import Dispatch, Worker, WorkerGroup, register
-from hybridflow.engines import Ask, BatchLimits, TrainEngine
+from hybridflow.engines import BatchLimits, OutputSpec, TrainEngine
 from hybridflow.protocol import DataProto
 from hybridflow.workers.actor import POLICY_COLUMNS
 
@@ -23,8 +23,8 @@ class RewardModelWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, reads=POLICY_COLUMNS, writes=(SCORES,))
     def score(self, batch: DataProto) -> DataProto:
-        """Return reward_model_scores [B, R] float32, as `Ask.scores` says."""
-        scores = self.engine.forward(batch, Ask(scores=True), self.limits)["scores"]
+        """Return reward_model_scores [B, R] float32, as `OutputSpec.scores` says."""
+        scores = self.engine.forward(batch, OutputSpec(scores=True), self.limits)["scores"]
         return DataProto.from_dict({SCORES: scores.float()})
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.controller import Dispatch, register
-from hybridflow.engines import Ask, BatchLimits, TrainEngine
+from hybridflow.engines import BatchLimits, OutputSpec, TrainEngine
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.workers.actor import POLICY_COLUMNS
@@ -20,17 +20,17 @@ class SFTWorker(StatefulWorker):
     def __init__(self, engine: TrainEngine, limits: BatchLimits) -> None:
         super().__init__(engine)
         self.limits = limits
-        self.ask = Ask(log_probs=True)
+        self.spec = OutputSpec(log_probs=True)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS, reads=SFT_COLUMNS)
     def update(self, batch: DataProto, *, scale: LossScale) -> Metrics:
         """Take one optimizer step on the rows of `batch`; `scale` counts all of them."""
-        return self.engine.train_mini_batch(batch, self.ask, sft_loss(scale), self.limits)
+        return self.engine.train_mini_batch(batch, self.spec, sft_loss(scale), self.limits)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS, reads=SFT_COLUMNS)
     def evaluate(self, batch: DataProto) -> Metrics:
         """Return `val/loss`, the mean negative log-likelihood in nats of the tokens to learn."""
-        log_probs = self.engine.forward(batch, self.ask, self.limits)["log_probs"]
+        log_probs = self.engine.forward(batch, self.spec, self.limits)["log_probs"]
         mask = batch.batch["loss_mask"]
         metrics = Metrics()
         metrics.add_mean("val/loss", -(log_probs * mask).sum(), mask.sum())

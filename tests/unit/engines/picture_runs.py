@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from hybridflow.config.model import FSDPConfig, OptimConfig
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.distributed.process_group import rank_and_size
-from hybridflow.engines import Ask, BatchLimits
+from hybridflow.engines import BatchLimits, OutputSpec
 from hybridflow.engines.build import build_engine
 from hybridflow.models.build import build_policy
 from hybridflow.models.lora import LoraSettings
@@ -20,7 +20,7 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from picture_models import picture_prompt, rows_with_media
 
-ASK = Ask(log_probs=True, entropy=True)
+ASK = OutputSpec(log_probs=True, entropy=True)
 LIMITS = BatchLimits(30)
 
 

@@ -18,7 +18,7 @@ from hybridflow.config.root import CriticConfig
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.distributed.process_group import rank_and_size
 from hybridflow.distributed.shards import is_absent
-from hybridflow.engines import Ask, BatchLimits, LossFn
+from hybridflow.engines import BatchLimits, LossFn, OutputSpec
 from hybridflow.engines.build import build_engine
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.errors import TrainingError
@@ -96,12 +96,12 @@ def build(run: Run, world_size: int) -> FSDPEngine:
     return engine
 
 
-def ask(run: Run) -> Ask:
+def spec(run: Run) -> OutputSpec:
     if run.kind == "value":
-        return Ask(values=True)
+        return OutputSpec(values=True)
     if run.kind != "policy":
-        return Ask(scores=True)
-    return Ask(log_probs=True, entropy=True, temperature=0.8)
+        return OutputSpec(scores=True)
+    return OutputSpec(log_probs=True, entropy=True, temperature=0.8)
 
 
 def loss_of(run: Run, rows: DataProto) -> LossFn:
@@ -151,7 +151,7 @@ def train_on_nothing(rank: int, run: Run, world_size: int = 2) -> str:
         return torch.ones((), requires_grad=True) * 2.0, Metrics()
 
     try:
-        engine.train_mini_batch(batch, ask(run), unrelated, run.limits)
+        engine.train_mini_batch(batch, spec(run), unrelated, run.limits)
     except TrainingError as error:
         after = weights_of(engine)
         assert all(torch.equal(after[name], before[name]) for name in before)
@@ -173,11 +173,11 @@ def go(engine: FSDPEngine, rank: int, run: Run, world_size: int) -> dict[str, An
         shares.append(share.detach())
         return share, metrics
 
-    before = engine.forward(batch, ask(run), run.limits)
+    before = engine.forward(batch, spec(run), run.limits)
     metrics, losses = [], []
     for _ in range(run.steps):
         shares.clear()
-        metrics.append(engine.train_mini_batch(batch, ask(run), noting, run.limits).to_floats())
+        metrics.append(engine.train_mini_batch(batch, spec(run), noting, run.limits).to_floats())
         losses.append(sum(map(float, shares)))
     assert all(int(number) <= run.limits.max_tokens for number in tokens)
     return {

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharded_runs import OPTIM, Run, ask, build, dealt, save_tiny, whole
+from sharded_runs import OPTIM, Run, build, dealt, save_tiny, spec, whole
 from torch import Tensor
 
 from hybridflow.checkpoint.layout import HF_FOLDER
@@ -61,7 +61,7 @@ def write(rank: int, run: Run, world_size: int, folder: str) -> None:
     """Take a step and save."""
     engine = build(run, world_size)
     rows, loss = dealt(run, engine)
-    engine.train_mini_batch(rows, ask(run), loss, run.limits)
+    engine.train_mini_batch(rows, spec(run), loss, run.limits)
     StatefulWorker(engine).save(folder, PARTS)
     engine.export_hf(Path(folder) / HF_FOLDER, with_weights=False)
 
@@ -82,7 +82,7 @@ def read(rank: int, run: Run, world_size: int, folder: str, exported: str) -> tu
         shares.append(float(share.detach()))
         return share, metrics
 
-    metrics = engine.train_mini_batch(rows, ask(run), noting, run.limits).to_floats()
+    metrics = engine.train_mini_batch(rows, spec(run), noting, run.limits).to_floats()
     counts = engine.mesh is None or engine.mesh.returns
     return state, counts * sum(shares), metrics.get("actor/grad_norm", 0.0)
 

@@ -25,7 +25,7 @@ from hybridflow.algorithms.catalog import AGGREGATIONS
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.model import OptimConfig
 from hybridflow.config.root import CriticConfig
-from hybridflow.engines import Ask, BatchLimits, LossFn
+from hybridflow.engines import BatchLimits, LossFn, OutputSpec
 from hybridflow.protocol import DataProto
 from hybridflow.workers.losses import critic_loss, find_policy_loss, policy_loss
 
@@ -52,14 +52,14 @@ class Case(NamedTuple):
     """A model, what is asked of it, and the loss."""
 
     model: Callable[[torch.dtype], nn.Module]
-    ask: Ask
+    spec: OutputSpec
     loss: Callable[[LossScale], LossFn]
 
 
 def actor_case(config: ActorConfig) -> Case:
     return Case(
         tiny_policy,
-        Ask(log_probs=True, entropy=config.entropy_coeff != 0.0, temperature=0.8),
+        OutputSpec(log_probs=True, entropy=config.entropy_coeff != 0.0, temperature=0.8),
         lambda scale: policy_loss(config, scale, find_policy_loss(config)),
     )
 
@@ -79,10 +79,12 @@ CASES = {
             loss_agg_mode="seq-mean-token-mean",
         )
     ),
-    "value": Case(tiny_value, Ask(values=True), lambda scale: critic_loss(CriticConfig(), scale, None)),
+    "value": Case(
+        tiny_value, OutputSpec(values=True), lambda scale: critic_loss(CriticConfig(), scale, None)
+    ),
     "value by rows": Case(
         tiny_value,
-        Ask(values=True),
+        OutputSpec(values=True),
         lambda scale: critic_loss(CriticConfig(loss_agg_mode="seq-mean-token-sum-norm"), scale, 8.0),
     ),
 }
@@ -106,7 +108,7 @@ def train_once(make: EngineMaker, case: Case, batch: DataProto, limits: BatchLim
         shares.append(share.item())
         return share, metrics
 
-    metrics = engine.train_mini_batch(batch, case.ask, noting, limits).to_floats()
+    metrics = engine.train_mini_batch(batch, case.spec, noting, limits).to_floats()
     assert metrics["actor/num_updates"] == 1.0
     return Outcome(sum(shares), gradients.found, weights(module), metrics)
 
@@ -143,13 +145,13 @@ def test_a_row_outside_the_loss_changes_nothing(engine: str) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("limits", [WHOLE, BatchLimits(20), BatchLimits(1000, max_rows=2)])
 def test_forward_of_packed_rows_equals_rows_alone(engine: str, limits: BatchLimits) -> None:
-    for module, ask in (
-        (tiny_policy(torch.float64), Ask(log_probs=True, entropy=True)),
-        (tiny_value(torch.float64), Ask(values=True)),
+    for module, spec in (
+        (tiny_policy(torch.float64), OutputSpec(log_probs=True, entropy=True)),
+        (tiny_value(torch.float64), OutputSpec(values=True)),
     ):
         tested = ENGINES[engine](module, None)
         rows = training_rows(extra_prompt=1, extra_response=2)
-        together = tested.forward(rows, ask, limits)
+        together = tested.forward(rows, spec, limits)
         sampled = rows.batch["response_mask"]
         for key, values in together.items():
             assert values.dtype == torch.float64
@@ -157,7 +159,7 @@ def test_forward_of_packed_rows_equals_rows_alone(engine: str, limits: BatchLimi
             assert not values.requires_grad
             assert not values[~sampled].any() and values[sampled].abs().min() > 0
             alone = torch.cat(
-                [tested.forward(rows.select_idxs([row]), ask, WHOLE)[key] for row in range(len(rows))]
+                [tested.forward(rows.select_idxs([row]), spec, WHOLE)[key] for row in range(len(rows))]
             )
             assert (values - alone).abs().max() < TOLERANCE
 

@@ -28,7 +28,7 @@ from transformers import LlamaForCausalLM
 from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.config.model import OptimConfig
 from hybridflow.distributed.shards import Box
-from hybridflow.engines import Ask, BatchLimits, LossFn, TrainEngine
+from hybridflow.engines import BatchLimits, LossFn, OutputSpec, TrainEngine
 from hybridflow.errors import CheckpointError, ConfigError, TrainingError
 from hybridflow.models.lora import LoraSettings, add_lora
 from hybridflow.models.policy import PolicyModel
@@ -37,7 +37,7 @@ from hybridflow.protocol import DataProto
 from hybridflow.workers.losses import sft_loss
 
 WHOLE = BatchLimits(max_tokens=1000)
-LOG_PROBS = Ask(log_probs=True)
+LOG_PROBS = OutputSpec(log_probs=True)
 OPTIM = OptimConfig(lr=1e-3)
 
 

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from hybridflow.config.model import FSDPConfig
 from hybridflow.distributed.process_group import rank_and_size
-from hybridflow.engines import Ask, BatchLimits
+from hybridflow.engines import BatchLimits, OutputSpec
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.errors import ModelError
 from hybridflow.models.lora import LoraSettings
@@ -28,7 +28,7 @@ from hybridflow.protocol.packing import ROUTES
 from hybridflow.weight_sync.reshard import GatheredTwin
 from ranks import Ranks
 
-ASK = Ask(log_probs=True, entropy=True, routes=True)
+ASK = OutputSpec(log_probs=True, entropy=True, routes=True)
 EXPERTS = {"experts": 2}
 SLICED = {"tensor": 2, "experts": 2}
 
@@ -66,7 +66,7 @@ def step(rank: int, run: Run, world_size: int, routes: Tensor | None) -> Any:
     batch = rows.select_idxs(part)
     answers = engine.forward(batch, ASK, run.limits)
     metrics = engine.train_mini_batch(
-        batch, Ask(log_probs=True, entropy=True), loss_of(run, rows), run.limits
+        batch, OutputSpec(log_probs=True, entropy=True), loss_of(run, rows), run.limits
     )
     return {
         "start": start,
@@ -172,8 +172,8 @@ def balanced(rank: int, run: Run, world_size: int, routes: Tensor | None) -> dic
     rows = training_rows(dtype=run.dtype)
     if routes is not None:
         rows |= DataProto.from_dict({ROUTES: routes})
-    ask = Ask(log_probs=True, entropy=True)
-    metrics = engine.train_mini_batch(rows, ask, loss_of(run, rows), run.limits).to_floats()
+    spec = OutputSpec(log_probs=True, entropy=True)
+    metrics = engine.train_mini_batch(rows, spec, loss_of(run, rows), run.limits).to_floats()
     return {
         "load": {name: value for name, value in metrics.items() if "/moe/" in name},
         "gradients": gradients(engine),
@@ -187,7 +187,9 @@ def test_the_auxiliary_loss_weighs_the_same_in_one_pass_and_in_four(run: Run) ->
         engine = build(replace(run, grad_clip=None), 1)
         engine.policy.follow_routes().balance_coef = coef
         rows = training_rows(dtype=run.dtype).select_idxs([0, 0, 0, 0])
-        metrics = engine.train_mini_batch(rows, Ask(log_probs=True, entropy=True), loss_of(run, rows), limits)
+        metrics = engine.train_mini_batch(
+            rows, OutputSpec(log_probs=True, entropy=True), loss_of(run, rows), limits
+        )
         assert metrics.to_floats()["actor/num_updates"] == 1.0
         return gradients(engine)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 from engine_zoo import training_rows
-from sharded_runs import Run, ask, build, dealt, save_tiny
+from sharded_runs import Run, build, dealt, save_tiny, spec
 from torch import Tensor, nn
 
 from hybridflow.config.model import FSDPConfig
@@ -45,7 +45,7 @@ def test_activations_wait_and_parameters_stay(
 
     monkeypatch.setattr(ActivationOffload, "_pack", noting)
     batch, loss = dealt(run, engine)
-    engine.train_mini_batch(batch, ask(run), loss, replace(run.limits, max_tokens=1000))
+    engine.train_mini_batch(batch, spec(run), loss, replace(run.limits, max_tokens=1000))
     tokens = int(training_rows().batch["attention_mask"].sum())
     inputs = [shape for shape in moved if shape == (1, tokens, 32)]
     assert len(inputs) >= 2, "the inputs of the two blocks"

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from engine_zoo import training_rows
-from sharded_runs import Run, ask, build, loss_of, save_tiny, train, train_on_nothing, weights_of, whole
+from sharded_runs import Run, build, loss_of, save_tiny, spec, train, train_on_nothing, weights_of, whole
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from hybridflow.config.model import FSDPConfig
 from hybridflow.distributed.shards import is_absent
-from hybridflow.engines import Ask, BatchLimits
+from hybridflow.engines import BatchLimits, OutputSpec
 from hybridflow.engines.pipeline import Pass, one_forward_one_backward
 from hybridflow.errors import ModelError
 from hybridflow.models.lora import LoraSettings
@@ -176,8 +176,8 @@ def replays(rank: int, run: Run, world_size: int, routes: Tensor) -> dict[str, A
     rows = training_rows(dtype=torch.float32)
     routed = rows | DataProto.from_dict({ROUTES: routes})
     batch = routed.select_idxs(list(part))
-    before = engine.forward(rows.select_idxs(list(part)), replace(ask(run), routes=True), run.limits)
-    metrics = engine.train_mini_batch(batch, ask(run), loss_of(run, rows), run.limits).to_floats()
+    before = engine.forward(rows.select_idxs(list(part)), replace(spec(run), routes=True), run.limits)
+    metrics = engine.train_mini_batch(batch, spec(run), loss_of(run, rows), run.limits).to_floats()
     state = engine.state_dict()["optimizer"]
     return {
         "rows": list(part),
@@ -206,7 +206,9 @@ def compare_replays(ranks: Ranks, run: Run, processes: int) -> None:
     """
     run = replace(run, limits=BatchLimits(24, 1), model={"dtype": "float64"}, dtype=torch.float64)
     alone = replace(run, sizes={}, fsdp=FSDPConfig(), deal=ALL)
-    live = build(alone, 1).forward(training_rows(), Ask(log_probs=True, routes=True), run.limits)["routes"]
+    live = build(alone, 1).forward(training_rows(), OutputSpec(log_probs=True, routes=True), run.limits)[
+        "routes"
+    ]
     routes = torch.where(live >= 0, 3 - live, live)
     one = replays(0, alone, 1, routes)
     found = ranks.run(replays, run, processes, routes)

@@ -17,7 +17,7 @@ from hybridflow.config.model import ModelConfig
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.distributed.process_group import rank_and_size
 from hybridflow.distributed.shards import local
-from hybridflow.engines import Ask
+from hybridflow.engines import OutputSpec
 from hybridflow.engines.fsdp.sharding import sharded_modules
 from hybridflow.models.blocks import decoder_blocks
 from hybridflow.models.size import size_of
@@ -56,7 +56,9 @@ def held(rank: int, run: Run, world_size: int) -> dict[str, int]:
     optimizer.step = counted
     rows = training_rows(dtype=torch.float32)
     part = run.deal[engine.layout.data_rank(rank_and_size()[0])]
-    engine.train_mini_batch(rows.select_idxs(list(part)), Ask(log_probs=True), loss_of(run, rows), run.limits)
+    engine.train_mini_batch(
+        rows.select_idxs(list(part)), OutputSpec(log_probs=True), loss_of(run, rows), run.limits
+    )
     entries = [entry for rule in optimizer.rules for entry in rule.state.values()]
     found["Adam moments"] = sum(entry[name].nbytes for entry in entries for name in ("exp_avg", "exp_avg_sq"))
     block = decoder_blocks(engine.policy)[0]

@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from engine_zoo import folders
-from sharded_runs import EVEN, Run, ask, build, dealt, save_tiny, train, weights_of, whole
+from sharded_runs import EVEN, Run, build, dealt, save_tiny, spec, train, weights_of, whole
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hybridflow.config.model import FSDPConfig, MixedPrecisionConfig, OptimConfig
-from hybridflow.engines import Ask, BatchLimits, Held
+from hybridflow.engines import BatchLimits, Held, OutputSpec
 from hybridflow.engines.micro_batches import split_further
 from hybridflow.errors import CheckpointError, HybridFlowError, TrainingError
 from hybridflow.observability.metrics import Metrics
@@ -30,7 +30,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def step(engine: Any, run: Run) -> dict[str, float]:
     batch, loss = dealt(run, engine)
-    return engine.train_mini_batch(batch, ask(run), loss, run.limits).to_floats()
+    return engine.train_mini_batch(batch, spec(run), loss, run.limits).to_floats()
 
 
 def copied(state: Any) -> Any:
@@ -118,12 +118,12 @@ def poison(rank: int, run: Run, dump: str, bad_rank: int) -> dict[str, Any]:
         share, metrics = loss(outputs, micro)
         return share * (float("nan") if rank == bad_rank else 1.0), metrics
 
-    metrics = engine.train_mini_batch(batch, ask(run), broken, run.limits).to_floats()
+    metrics = engine.train_mini_batch(batch, spec(run), broken, run.limits).to_floats()
     after = weights_of(engine)
     error = ""
     try:
         for _ in range(2):
-            engine.train_mini_batch(batch, ask(run), broken, run.limits)
+            engine.train_mini_batch(batch, spec(run), broken, run.limits)
     except TrainingError as caught:
         error = str(caught)
     return {
@@ -156,7 +156,7 @@ def over_the_cap(rank: int, run: Run) -> str:
     engine = build(run, 2)
     batch, _ = dealt(run, engine)
     try:
-        engine.forward(batch, Ask(log_probs=True), BatchLimits(12))
+        engine.forward(batch, OutputSpec(log_probs=True), BatchLimits(12))
     except HybridFlowError as error:
         return f"{type(error).__name__}: {error}"
     return ""
@@ -180,11 +180,11 @@ def idle(rank: int, run: Run) -> list[str]:
     """What is gathered must not stay so between calls: everybody who looks sees shards."""
     engine = build(run, 2)
     batch, loss = dealt(run, engine)
-    engine.forward(batch, ask(run), run.limits)
+    engine.forward(batch, spec(run), run.limits)
     found = [
         name for name, parameter in engine.module.named_parameters() if not isinstance(parameter, DTensor)
     ]
-    engine.train_mini_batch(batch, ask(run), loss, run.limits)
+    engine.train_mini_batch(batch, spec(run), loss, run.limits)
     return found + [
         name for name, parameter in engine.module.named_parameters() if not isinstance(parameter, DTensor)
     ]
@@ -206,7 +206,7 @@ def test_no_rows_on_one_rank_give_empty_outputs(folder: str) -> None:
 def held_parts(rank: int, run: Run) -> list[Held]:
     engine = build(run, 2)
     batch, loss = dealt(run, engine)
-    engine.train_mini_batch(batch, ask(run), loss, run.limits)
+    engine.train_mini_batch(batch, spec(run), loss, run.limits)
     return list(engine.held_weights())
 
 

@@ -18,14 +18,14 @@ from torch import Tensor
 from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.model import OptimConfig
-from hybridflow.engines import Ask, BatchLimits, LossFn
+from hybridflow.engines import BatchLimits, LossFn, OutputSpec
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.engines.micro_batch_engine import Accumulated, MicroBatchEngine
 from hybridflow.engines.micro_batches import MicroBatch
 from hybridflow.engines.optimizer import MasterAdamW
-from hybridflow.models.ask import Answers
 from hybridflow.models.attention import PackedLayout
 from hybridflow.models.log_probs import token_log_probs
+from hybridflow.models.output_spec import Outputs
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol.packing import PackedBatch
 from hybridflow.workers.actor import ActorWorker
@@ -47,7 +47,7 @@ class TwoStages(MicroBatchEngine):
         model: Any = self.policy.hf.base_model
         return self._layers(model.layers[:1], model.embed_tokens(packed.input_ids[None]), packed)
 
-    def _second(self, states: Tensor, packed: PackedBatch, ask: Ask) -> Answers:
+    def _second(self, states: Tensor, packed: PackedBatch, spec: OutputSpec) -> Outputs:
         """Return the answers [M] from hidden states behind the first layer."""
         self.order.append("second")
         model: Any = self.policy.hf.base_model
@@ -57,8 +57,8 @@ class TwoStages(MicroBatchEngine):
             self.policy.head.weight,
             None,
             packed.targets,
-            temperature=ask.temperature,
-            with_entropy=ask.entropy,
+            temperature=spec.temperature,
+            with_entropy=spec.entropy,
         )
         return {name: value for name, value in outputs._asdict().items() if value is not None}
 
@@ -78,16 +78,20 @@ class TwoStages(MicroBatchEngine):
             )
         return states
 
-    def _answer_all(self, micros: Sequence[MicroBatch], ask: Ask) -> Iterator[tuple[MicroBatch, Answers]]:
+    def _forward_all(
+        self, micros: Sequence[MicroBatch], spec: OutputSpec
+    ) -> Iterator[tuple[MicroBatch, Outputs]]:
         passed = [self._first(micro.packed) for micro in micros]
         for micro, states in zip(micros, passed, strict=True):
-            yield micro, self._second(states, micro.packed, ask)
+            yield micro, self._second(states, micro.packed, spec)
 
-    def _accumulate(self, micros: Sequence[MicroBatch], ask: Ask, loss: LossFn, sums: Accumulated) -> None:
+    def _accumulate(
+        self, micros: Sequence[MicroBatch], spec: OutputSpec, loss: LossFn, sums: Accumulated
+    ) -> None:
         passed = [self._first(micro.packed) for micro in micros]
         arrived = [states.detach().requires_grad_() for states in passed]
         for micro, states in zip(micros, arrived, strict=True):
-            sums.share(micro, self._second(states, micro.packed, ask), loss).backward()
+            sums.share(micro, self._second(states, micro.packed, spec), loss).backward()
         for sent, received in zip(passed, arrived, strict=True):
             sent.backward(received.grad)
 

@@ -19,7 +19,7 @@ from transformers import (
 from zoo import BASE, SUPPORTED, tiny_hf
 
 from hybridflow.config.model import OptimConfig
-from hybridflow.engines import Ask, BatchLimits
+from hybridflow.engines import BatchLimits, OutputSpec
 from hybridflow.engines.build import build_engine
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.errors import ModelError
@@ -76,7 +76,7 @@ def load(kind: Any, folder: Path, **more: Any) -> FSDPEngine:
 
 
 def scores(engine: FSDPEngine) -> Tensor:
-    return engine.forward(rows(), Ask(scores=True), BatchLimits(12))["scores"]
+    return engine.forward(rows(), OutputSpec(scores=True), BatchLimits(12))["scores"]
 
 
 def squares(answers: dict[str, Tensor], micro: DataProto) -> tuple[Tensor, Metrics]:
@@ -140,7 +140,7 @@ def test_trained_saved_and_exported(kind: Any, lora: LoraSettings | None, tmp_pa
     engine = load(kind, tmp_path / "base", optim=optim, lora=lora)
     assert not scores(engine).any()
     for _ in range(3):
-        engine.train_mini_batch(rows(), Ask(scores=True), squares, BatchLimits(12))
+        engine.train_mini_batch(rows(), OutputSpec(scores=True), squares, BatchLimits(12))
     trained = scores(engine)
     assert trained.any()
     again = load(kind, tmp_path / "base", optim=optim, lora=lora)

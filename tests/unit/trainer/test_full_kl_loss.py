@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from hybridflow.config.model import FSDPConfig, OptimConfig
 from hybridflow.distributed.layout import ParallelLayout
-from hybridflow.engines import Ask, BatchLimits
+from hybridflow.engines import BatchLimits, OutputSpec
 from hybridflow.engines.build import build_engine
 from hybridflow.models.lora import LoraSettings
 from hybridflow.observability.metrics import Metrics
@@ -78,7 +78,7 @@ def kl_steps(
 
     for _ in range(3):
         total.clear()
-        actor.train_mini_batch(mine, Ask(log_probs=True, full_kl=True), loss, BatchLimits(12))
+        actor.train_mini_batch(mine, OutputSpec(log_probs=True, full_kl=True), loss, BatchLimits(12))
     weights = [x.full_tensor() if isinstance(x, DTensor) else x for x in actor.module.parameters()]
     return sum(total), [x.detach().clone() for x in weights]
 

@@ -41,7 +41,7 @@ def test_log_probs_are_those_of_the_model_that_is_named(model: Path, tmp_path: P
 
 def group_temperature(trainer: object) -> float:
     worker = trainer.step.roles.reference.backend.worker("reference")  # type: ignore[attr-defined]
-    temperature: float = worker.ask.temperature
+    temperature: float = worker.spec.temperature
     return temperature
 
 

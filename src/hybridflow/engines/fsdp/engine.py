@@ -24,11 +24,11 @@ from hybridflow.engines.micro_batch_engine import Accumulated, MicroBatchEngine
 from hybridflow.engines.micro_batches import MicroBatch
 from hybridflow.engines.optimizer import MasterAdamW
 from hybridflow.errors import CheckpointError
-from hybridflow.models.answer import answer
-from hybridflow.models.ask import Answers, Ask
 from hybridflow.models.blocks import tables_and_heads
 from hybridflow.models.export import save_config, save_hf, save_hf_sharded
 from hybridflow.models.lora import adapters_off, has_adapters, saved_names
+from hybridflow.models.output_spec import Outputs, OutputSpec
+from hybridflow.models.outputs import outputs_of
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.score import ScoreModel
 from hybridflow.observability.progress import progress
@@ -97,13 +97,17 @@ class FSDPEngine(MicroBatchEngine):
                 stack.enter_context(self.offloader.masters())
             yield
 
-    def _answer_all(self, micros: Sequence[MicroBatch], ask: Ask) -> Iterator[tuple[MicroBatch, Answers]]:
+    def _forward_all(
+        self, micros: Sequence[MicroBatch], spec: OutputSpec
+    ) -> Iterator[tuple[MicroBatch, Outputs]]:
         for micro in progress.each(micros, "micro-batch", len(micros)):
             stop_token.check()
-            yield micro, answer(self.module, micro.on(self.device, with_rows=False).packed, ask)
+            yield micro, outputs_of(self.module, micro.on(self.device, with_rows=False).packed, spec)
         reshard(self.root)
 
-    def _accumulate(self, micros: Sequence[MicroBatch], ask: Ask, loss: LossFn, sums: Accumulated) -> None:
+    def _accumulate(
+        self, micros: Sequence[MicroBatch], spec: OutputSpec, loss: LossFn, sums: Accumulated
+    ) -> None:
         load = ExpertLoad.of(self.module, micros, self.mesh)
         for number, planned in enumerate(progress.each(micros, "micro-batch", len(micros)), start=1):
             micro = planned.on(self.device)
@@ -111,7 +115,7 @@ class FSDPEngine(MicroBatchEngine):
                 last = number == len(micros)
                 before_micro_batch(self.module, last=last, keep_gathered=not self.fsdp.reshard_after_forward)
             with self.activations_kept():
-                answers = answer(self.module, micro.packed, ask)
+                answers = outputs_of(self.module, micro.packed, spec)
             share = sums.share(micro, answers, loss)
             if load is not None:
                 share = share + load.add(counts=micro.rows is not None)

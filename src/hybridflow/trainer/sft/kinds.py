@@ -17,7 +17,7 @@ from hybridflow.config import DPOConfig, RewardModelConfig, SFTConfig
 from hybridflow.data.build import LearningData, build_preference_data, build_reward_data, build_sft_data
 from hybridflow.data.preference import CHOSEN, Comparison, StepRow
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.engines import Ask, BatchLimits, TrainEngine
+from hybridflow.engines import BatchLimits, OutputSpec, TrainEngine
 from hybridflow.models.build import Kind
 from hybridflow.protocol import DataProto
 from hybridflow.trainer.sft.step import conversation_rows
@@ -112,7 +112,7 @@ def _preference_worker(config: DPOConfig, engine: TrainEngine, limits: BatchLimi
     sharing = config.algorithm.share_prompts and config.engine.ulysses_sequence_parallel_size == 1
     limits = replace(limits, keep_groups=paired, share_prompts=paired and sharing)
     measure = preference_measure(config.algorithm)
-    return ComparisonWorker(engine, Ask(log_probs=True), measure, limits)
+    return ComparisonWorker(engine, OutputSpec(log_probs=True), measure, limits)
 
 
 def _reward_data(config: RewardModelConfig, tokenizer: Tokenizer) -> LearningData[Any]:
@@ -126,8 +126,8 @@ def _reward_engine(config: RewardModelConfig) -> Kind:
 
 def _reward_worker(config: RewardModelConfig, engine: TrainEngine, limits: BatchLimits) -> ComparisonWorker:
     if config.algorithm.loss == "process":
-        return ComparisonWorker(engine, Ask(scores=True), step_scores, limits)
-    return ComparisonWorker(engine, Ask(scores=True), pair_scores, replace(limits, keep_groups=True))
+        return ComparisonWorker(engine, OutputSpec(scores=True), step_scores, limits)
+    return ComparisonWorker(engine, OutputSpec(scores=True), pair_scores, replace(limits, keep_groups=True))
 
 
 _KINDS = {

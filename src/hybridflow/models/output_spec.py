@@ -1,4 +1,4 @@
-"""The questions that a model is asked about rows, as data; `answer.py` has the call that answers them."""
+"""The numbers that are wanted of a model about rows, as data; `outputs.py` has the call that gives them."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-Answers = dict[str, Tensor]
-"""Answers by the names of the fields of `Ask`: [M] for packed rows, [b, R] for padded ones."""
+Outputs = dict[str, Tensor]
+"""Outputs by the names of the fields of `OutputSpec`: [M] for packed rows, [b, R] for padded ones."""
 
 
 @dataclass(frozen=True)
-class Ask:
+class OutputSpec:
     """The numbers that are wanted of each predicted token.
 
     `log_probs`, `entropy` and `sum_pi_squared` are asked of a policy, `values` of a value model, and `scores`
     of a reward model.
 
-    Example: `Ask(log_probs=True, entropy=True, temperature=0.8)`.
+    Example: `OutputSpec(log_probs=True, entropy=True, temperature=0.8)`.
     """
 
     log_probs: bool = False

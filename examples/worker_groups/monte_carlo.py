@@ -11,21 +11,21 @@ from typing import Any
 
 from hybridflow.config.cluster import RayConfig
 from hybridflow.config.trainer import TrainerConfig
-from hybridflow.controller import Call, Dealt, Dispatch, MeshInfo, Worker, WorkerGroup, register
+from hybridflow.controller import Call, Dispatch, MeshInfo, ShardedCall, Worker, WorkerGroup, register
 from hybridflow.controller.build import data_parallel, hosting
 
 
-def share(call: Call, mesh: MeshInfo) -> Dealt:
+def share(call: Call, mesh: MeshInfo) -> ShardedCall:
     """Split the first argument, a count, over the ranks; all other arguments go to every rank."""
     count, *others = call.args
     calls: list[Call | None] = []
     for rank in range(mesh.world_size):
         mine = count // mesh.world_size + (rank < count % mesh.world_size)
         calls.append(Call((mine, *others), call.kwargs))
-    return Dealt(calls)
+    return ShardedCall(calls)
 
 
-def add_up(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> Any:
+def add_up(results: list[Any], mesh: MeshInfo, sharded: ShardedCall) -> Any:
     """Return the sum of the results of all ranks."""
     return sum(results)
 

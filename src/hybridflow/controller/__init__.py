@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hybridflow.controller.backend import Backend, Future, Part
-    from hybridflow.controller.dispatch import Call, Dealt, Dispatch, register
+    from hybridflow.controller.dispatch import Call, Dispatch, ShardedCall, register
     from hybridflow.controller.local import LocalBackend, Make, WorkerHost
     from hybridflow.controller.mesh import MeshInfo
     from hybridflow.controller.resource_pool import Placement, ResourcePool
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "backend": ("Backend", "Future", "Part"),
-    "dispatch": ("Call", "Dealt", "Dispatch", "register"),
+    "dispatch": ("Call", "ShardedCall", "Dispatch", "register"),
     "local": ("LocalBackend", "Make", "WorkerHost"),
     "mesh": ("MeshInfo",),
     "resource_pool": ("Placement", "ResourcePool"),
@@ -31,7 +31,6 @@ _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 __all__ = [
     "Backend",
     "Call",
-    "Dealt",
     "Dispatch",
     "Factories",
     "Future",
@@ -43,6 +42,7 @@ __all__ = [
     "Placement",
     "RankInfo",
     "ResourcePool",
+    "ShardedCall",
     "Worker",
     "WorkerFactory",
     "WorkerGroup",

@@ -8,7 +8,7 @@ driver, and what the driver does to a result never reaches the worker. The confo
 A `Future` is the result of a call that may still run, made from the results of its ranks. Every wait names
 the call and may have a deadline. A future may be an argument of another call, `group.call(method,
 future.by_reference())`: where both calls deal alike, its parts then go from rank to rank without passing
-through the driver. `worker_group.pass_on` has the rules.
+through the driver. `worker_group.resolve_futures` has the rules.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, TypeVar, cast
 
-from hybridflow.controller.dispatch import Call, Dealt, Dispatch, Lane
+from hybridflow.controller.dispatch import Call, Dispatch, Lane, ShardedCall
 from hybridflow.controller.mesh import MeshInfo
 from hybridflow.errors import WorkerError
 from hybridflow.protocol import DataProto
@@ -38,7 +38,7 @@ class Source:
 
     dispatch: Dispatch
     mesh: MeshInfo
-    dealt: Dealt
+    sharded: ShardedCall
 
 
 class Future(Generic[R]):

@@ -46,7 +46,7 @@ class Call:
 
 
 @dataclass(frozen=True)
-class Dealt:
+class ShardedCall:
     """A call after its arguments were distributed over the ranks."""
 
     calls: list[Call | None]
@@ -60,10 +60,10 @@ Lane = Literal["ordered", "requests", "collect"]
 of two for polls (`collect`). Ordered calls and requests each keep their order.
 """
 
-SplitFn = Callable[[Call, MeshInfo], Dealt]
+SplitFn = Callable[[Call, MeshInfo], ShardedCall]
 """A function from the driver's arguments to those of each rank."""
 
-CollectFn = Callable[[list[Any], MeshInfo, Dealt], Any]
+CollectFn = Callable[[list[Any], MeshInfo, ShardedCall], Any]
 """A function from the results of the ranks that return, in the order of ranks, to the driver's result."""
 
 
@@ -95,7 +95,7 @@ class Dispatch:
     come back in the driver's order. A rank may get no rows.
     """
     DP_COMPUTE_METRICS: ClassVar[Dispatch]
-    """Dealt like DP_COMPUTE_PROTO; each leader returns Metrics, which are merged."""
+    """ShardedCall like DP_COMPUTE_PROTO; each leader returns Metrics, which are merged."""
     ALL_TO_ALL: ClassVar[Dispatch]
     """Each argument is a list with one entry for each rank, and so is the result."""
 
@@ -215,36 +215,36 @@ def _to_ranks(
     return calls
 
 
-def _same(call: Call, mesh: MeshInfo, returns: Callable[[int], bool]) -> Dealt:
+def _same(call: Call, mesh: MeshInfo, returns: Callable[[int], bool]) -> ShardedCall:
     if any(isinstance(value, PerRank) for value in _values(call)):
-        return Dealt(_to_ranks(mesh, call, {}, returns=returns))
+        return ShardedCall(_to_ranks(mesh, call, {}, returns=returns))
     silent = call.silent()
-    return Dealt([call if returns(rank) else silent for rank in range(mesh.world_size)])
+    return ShardedCall([call if returns(rank) else silent for rank in range(mesh.world_size)])
 
 
-def _broadcast(call: Call, mesh: MeshInfo) -> Dealt:
+def _broadcast(call: Call, mesh: MeshInfo) -> ShardedCall:
     return _same(call, mesh, lambda rank: rank == 0)
 
 
-def _broadcast_to_leaders(call: Call, mesh: MeshInfo) -> Dealt:
+def _broadcast_to_leaders(call: Call, mesh: MeshInfo) -> ShardedCall:
     return _same(call, mesh, mesh.is_leader)
 
 
-def _rank_zero(call: Call, mesh: MeshInfo) -> Dealt:
-    return Dealt([_broadcast(call, mesh).calls[0], *[None] * (mesh.world_size - 1)])
+def _rank_zero(call: Call, mesh: MeshInfo) -> ShardedCall:
+    return ShardedCall([_broadcast(call, mesh).calls[0], *[None] * (mesh.world_size - 1)])
 
 
-def _deal_rows(call: Call, mesh: MeshInfo) -> Dealt:
+def _shard_rows(call: Call, mesh: MeshInfo) -> ShardedCall:
     batches = [value for value in _values(call) if isinstance(value, DataProto)]
     assert batches, "no DataProto among the arguments: nothing to deal"
     if mesh.num_parts == 1:
         return _same(call, mesh, mesh.is_leader)
     order = plan_rows(batches, mesh)
     pieces = {id(batch): cut_rows(batch, order) for batch in batches}
-    return Dealt(_to_ranks(mesh, call, pieces, returns=mesh.is_leader), order)
+    return ShardedCall(_to_ranks(mesh, call, pieces, returns=mesh.is_leader), order)
 
 
-def _one_entry_a_rank(call: Call, mesh: MeshInfo) -> Dealt:
+def _one_entry_a_rank(call: Call, mesh: MeshInfo) -> ShardedCall:
     n = mesh.world_size
     named = {**{f"argument {index}": value for index, value in enumerate(call.args)}, **call.kwargs}
     for name, value in named.items():
@@ -252,7 +252,7 @@ def _one_entry_a_rank(call: Call, mesh: MeshInfo) -> Dealt:
             f"{name} must be a list with one entry for each rank, got {type(value).__name__}"
         )
         assert len(value) == n, f"{name} has {len(value)} entries for {n} ranks"
-    return Dealt(
+    return ShardedCall(
         [
             Call(
                 tuple(value[rank] for value in call.args),
@@ -266,24 +266,24 @@ def _one_entry_a_rank(call: Call, mesh: MeshInfo) -> Dealt:
 # ---- from the ranks' results to the driver's
 
 
-def _first(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> Any:
+def _first(results: list[Any], mesh: MeshInfo, sharded: ShardedCall) -> Any:
     return results[0]
 
 
-def _all(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> Any:
+def _all(results: list[Any], mesh: MeshInfo, sharded: ShardedCall) -> Any:
     return results
 
 
-def _rows_in_order(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> DataProto:
+def _rows_in_order(results: list[Any], mesh: MeshInfo, sharded: ShardedCall) -> DataProto:
     odd = sorted({type(part).__name__ for part in results if not isinstance(part, DataProto)})
     assert not odd, f"a DP_COMPUTE_PROTO method must return a DataProto, got {odd}"
-    if dealt.order is None:  # there is one part: its tensors come back without a copy
+    if sharded.order is None:  # there is one part: its tensors come back without a copy
         rows: DataProto = results[0]
         return rows
-    return undo_rows(results, dealt.order)
+    return undo_rows(results, sharded.order)
 
 
-def _merge_metrics(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> Metrics:
+def _merge_metrics(results: list[Any], mesh: MeshInfo, sharded: ShardedCall) -> Metrics:
     odd = sorted({type(part).__name__ for part in results if not isinstance(part, Metrics)})
     assert not odd, f"a DP_COMPUTE_METRICS method must return Metrics, got {odd}"
     return Metrics.merge(results)
@@ -292,6 +292,6 @@ def _merge_metrics(results: list[Any], mesh: MeshInfo, dealt: Dealt) -> Metrics:
 Dispatch.ONE_TO_ALL = Dispatch("ONE_TO_ALL", _broadcast, _first, "first")
 Dispatch.ALL_TO_LIST = Dispatch("ALL_TO_LIST", _broadcast_to_leaders, _all, "each")
 Dispatch.RANK_ZERO = Dispatch("RANK_ZERO", _rank_zero, _first, "first")
-Dispatch.DP_COMPUTE_PROTO = Dispatch("DP_COMPUTE_PROTO", _deal_rows, _rows_in_order, "rows", True)
-Dispatch.DP_COMPUTE_METRICS = Dispatch("DP_COMPUTE_METRICS", _deal_rows, _merge_metrics, "merged", True)
+Dispatch.DP_COMPUTE_PROTO = Dispatch("DP_COMPUTE_PROTO", _shard_rows, _rows_in_order, "rows", True)
+Dispatch.DP_COMPUTE_METRICS = Dispatch("DP_COMPUTE_METRICS", _shard_rows, _merge_metrics, "merged", True)
 Dispatch.ALL_TO_ALL = Dispatch("ALL_TO_ALL", _one_entry_a_rank, _all, "each", per_rank=True)

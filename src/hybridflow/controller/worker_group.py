@@ -17,7 +17,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from hybridflow.controller.backend import Backend, Future, Source
 from hybridflow.controller.backend import replace as replace_in
-from hybridflow.controller.dispatch import Call, Dealt, Dispatch, registration_of
+from hybridflow.controller.dispatch import Call, Dispatch, ShardedCall, registration_of
 from hybridflow.controller.mesh import MeshInfo, PerRank, undo_rows
 from hybridflow.controller.worker import Worker
 from hybridflow.protocol import DataProto
@@ -62,9 +62,9 @@ class WorkerGroup(Generic[W]):
         assert registration_of(method).blocking, (
             f"{method.__name__} is registered with blocking=False: use submit"
         )
-        dispatch, dealt = self._deal("call", method, args, kwargs)
-        found = self.backend.run(self.role, method.__name__, dealt.calls)
-        result: R = dispatch.collect(found, self.mesh, dealt)
+        dispatch, sharded = self._deal("call", method, args, kwargs)
+        found = self.backend.run(self.role, method.__name__, sharded.calls)
+        result: R = dispatch.collect(found, self.mesh, sharded)
         return result
 
     def submit(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> Future[R]:
@@ -86,7 +86,7 @@ class WorkerGroup(Generic[W]):
         future = self.submit(method, batch, *args, **kwargs)
         future.wait()
         assert future.source is not None, "a call of a group has a source"
-        order = future.source.dealt.order or [list(range(len(batch)))]
+        order = future.source.sharded.order or [list(range(len(batch)))]
         shards = [future.parts[leader] for leader in self.mesh.leaders]
         return DataProto(remote={name: RemoteColumn.of_shards(shards, name, order) for name in columns})
 
@@ -115,22 +115,22 @@ class WorkerGroup(Generic[W]):
         if not remote:
             return DataProto()
         leaders = self.mesh.leaders
-        dealt: dict[int, list[int]] = {}
+        sharded: dict[int, list[int]] = {}
         for row, shard in enumerate(next(iter(remote.values())).shard):
-            dealt.setdefault(leaders[shard % len(leaders)], []).append(row)
+            sharded.setdefault(leaders[shard % len(leaders)], []).append(row)
         rows = DataProto(remote=remote)
-        dealt = dealt or {leaders[0]: []}
+        sharded = sharded or {leaders[0]: []}
         futures = [
-            self.call_one(leader, Worker.stored, rows.select_idxs(own)) for leader, own in dealt.items()
+            self.call_one(leader, Worker.stored, rows.select_idxs(own)) for leader, own in sharded.items()
         ]
-        return undo_rows([future.result() for future in futures], list(dealt.values()))
+        return undo_rows([future.result() for future in futures], list(sharded.values()))
 
     def call_list(self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call an ALL_TO_LIST method with the same arguments everywhere; return the list of the leaders'
         results.
         """
-        _, dealt = self._deal("call_list", method, args, kwargs)
-        return self.backend.run(self.role, method.__name__, dealt.calls)
+        _, sharded = self._deal("call_list", method, args, kwargs)
+        return self.backend.run(self.role, method.__name__, sharded.calls)
 
     def submit_list(
         self, method: Callable[Concatenate[W, P], R], *args: P.args, **kwargs: P.kwargs
@@ -146,14 +146,14 @@ class WorkerGroup(Generic[W]):
         mesh = self.mesh
         assert 0 <= rank < mesh.world_size, f"{self.role} has no rank {rank}: there are {mesh.world_size}"
         everywhere = Dispatch.ONE_TO_ALL.split(
-            pass_on(Call(args, dict(kwargs)), Dispatch.ONE_TO_ALL, mesh), mesh
+            resolve_futures(Call(args, dict(kwargs)), Dispatch.ONE_TO_ALL, mesh), mesh
         ).calls[rank]
         assert everywhere is not None, "ONE_TO_ALL calls every rank"
         calls: list[Call | None] = [None] * mesh.world_size
         calls[rank] = replace(everywhere, returns=True)
-        dealt = Dealt(calls)
-        parts = self.backend.submit(self.role, method.__name__, dealt.calls, lane)
-        source = Source(Dispatch.RANK_ZERO, mesh, dealt)
+        sharded = ShardedCall(calls)
+        parts = self.backend.submit(self.role, method.__name__, sharded.calls, lane)
+        source = Source(Dispatch.RANK_ZERO, mesh, sharded)
         return Future(
             parts, lambda results: results[0], role=self.role, method=method.__name__, source=source
         )
@@ -164,8 +164,8 @@ class WorkerGroup(Generic[W]):
         """Call an ALL_TO_ALL method; each argument is a list with one entry for each rank, and so is the
         result.
         """
-        _, dealt = self._deal("call_each", method, args, kwargs)
-        return self.backend.run(self.role, method.__name__, dealt.calls)
+        _, sharded = self._deal("call_each", method, args, kwargs)
+        return self.backend.run(self.role, method.__name__, sharded.calls)
 
     def submit_each(
         self, method: Callable[Concatenate[W, ...], R], *args: Sequence[Any], **kwargs: Sequence[Any]
@@ -182,7 +182,7 @@ class WorkerGroup(Generic[W]):
 
     def _deal(
         self, way: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
-    ) -> tuple[Dispatch, Dealt]:
+    ) -> tuple[Dispatch, ShardedCall]:
         """Return a method's rule, and the arguments as it deals them. Of rows, only the columns that the
         method reads are sent, and of those that are remote the places alone.
 
@@ -195,38 +195,38 @@ class WorkerGroup(Generic[W]):
         elif dispatch.gives == "each":
             ways = ("call_list", "submit_list")
         assert way in ways, f"{method.__name__} is dispatched {dispatch.name}: use {' or '.join(ways)}"
-        call = pass_on(Call(args, dict(kwargs)), dispatch, self.mesh)
+        call = resolve_futures(Call(args, dict(kwargs)), dispatch, self.mesh)
         if not dispatch.deals_rows:
             return dispatch, dispatch.split(call, self.mesh)
-        dealt = dispatch.split(_each_batch(call, lambda batch: self.columns_read(method, batch)), self.mesh)
+        sharded = dispatch.split(_each_batch(call, lambda batch: self.columns_read(method, batch)), self.mesh)
         made: dict[tuple[int, int], Call] = {}
         calls: list[Call | None] = []
-        for each in dealt.calls:
+        for each in sharded.calls:
             if each is not None:
                 if each.arguments_id not in made:  # ranks of a part go on sharing their arguments
                     made[each.arguments_id] = _each_batch(each, DataProto.by_reference)
                 each = replace(made[each.arguments_id], returns=each.returns)
             calls.append(each)
-        return dispatch, replace(dealt, calls=calls)
+        return dispatch, replace(sharded, calls=calls)
 
     def _submit(
         self, way: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Future[Any]:
-        dispatch, dealt = self._deal(way, method, args, kwargs)
+        dispatch, sharded = self._deal(way, method, args, kwargs)
         mesh = self.mesh
-        taken = tuple(rank for rank, each in enumerate(dealt.calls) if each is not None and each.returns)
-        calls = dealt.calls
+        taken = tuple(rank for rank, each in enumerate(sharded.calls) if each is not None and each.returns)
+        calls = sharded.calls
         # all ranks keep their results, so that the future can be passed on rank by rank
         if dispatch.gives == "first":
             calls = [each and replace(each, returns=True) for each in calls]
         parts = self.backend.submit(self.role, method.__name__, calls)
         return Future(
             parts,
-            lambda results: dispatch.collect(results, mesh, dealt),
+            lambda results: dispatch.collect(results, mesh, sharded),
             role=self.role,
             method=method.__name__,
             taken=taken,
-            source=Source(dispatch, mesh, dealt),
+            source=Source(dispatch, mesh, sharded),
         )
 
 
@@ -242,7 +242,7 @@ def _each_batch(call: Call, change: Callable[[DataProto], Any]) -> Call:
     return replace(call, args=tuple(map(changed, call.args)), kwargs=kwargs)
 
 
-def pass_on(call: Call, dispatch: Dispatch, mesh: MeshInfo) -> Call:
+def resolve_futures(call: Call, dispatch: Dispatch, mesh: MeshInfo) -> Call:
     """Replace each `Future` in a call, at any depth, by a value that `dispatch` can deal to the ranks of
     `mesh`: by reference where that means the same as by value. The kind of result decides (`Dispatch.gives`):
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from hybridflow.controller import Call, Dealt, Dispatch, Future, MeshInfo, Part
+from hybridflow.controller import Call, Dispatch, Future, MeshInfo, Part, ShardedCall
 from hybridflow.controller.mesh import cut_items, plan_items
 from hybridflow.errors import WorkerError
 from hybridflow.observability.metrics import Metrics
@@ -35,8 +35,8 @@ def masks(*lengths: int) -> torch.Tensor:
     return torch.arange(max(lengths))[None, :] < torch.tensor(lengths)[:, None]
 
 
-def called(dealt: Dealt) -> list[Call]:
-    return [call for call in dealt.calls if call is not None]
+def called(sharded: ShardedCall) -> list[Call]:
+    return [call for call in sharded.calls if call is not None]
 
 
 def test_a_mesh_knows_its_parts_and_leaders() -> None:
@@ -59,23 +59,23 @@ def test_a_mesh_knows_its_parts_and_leaders() -> None:
 
 @pytest.mark.parametrize(("n", "sizes"), [(7, [3, 2, 2]), (3, [1, 1, 1]), (2, [1, 1, 0])])
 def test_rows_are_dealt_unevenly_and_joined_in_order(n: int, sizes: list[int]) -> None:
-    dealt = Dispatch.DP_COMPUTE_PROTO.split(Call((rows(n), "same"), {"more": rows(n), "flag": True}), MESH)
-    calls = called(dealt)
+    sharded = Dispatch.DP_COMPUTE_PROTO.split(Call((rows(n), "same"), {"more": rows(n), "flag": True}), MESH)
+    calls = called(sharded)
     assert [len(call.args[0]) for call in calls] == sizes
     assert [len(call.kwargs["more"]) for call in calls] == sizes
     assert all(call.args[1] == "same" and call.kwargs["flag"] is True for call in calls)
-    joined = Dispatch.DP_COMPUTE_PROTO.collect([call.args[0] for call in calls], MESH, dealt)
+    joined = Dispatch.DP_COMPUTE_PROTO.collect([call.args[0] for call in calls], MESH, sharded)
     assert joined.batch["x"].tolist() == list(range(n))
 
 
 def test_rows_are_dealt_by_what_they_cost() -> None:
     batch = rows(4, attention_mask=masks(9, 1, 3, 5))
-    dealt = Dispatch.DP_COMPUTE_PROTO.split(Call((batch,), {"more": rows(4)}), COSTS)
-    first, second = called(dealt)
+    sharded = Dispatch.DP_COMPUTE_PROTO.split(Call((batch,), {"more": rows(4)}), COSTS)
+    first, second = called(sharded)
     assert first.args[0].batch["x"].tolist() == [0] and second.args[0].batch["x"].tolist() == [1, 2, 3]
     assert second.kwargs["more"].batch["x"].tolist() == [1, 2, 3]
     swapped = [DataProto.from_dict({"y": call.args[0].batch["x"] * 10}) for call in (first, second)]
-    assert Dispatch.DP_COMPUTE_PROTO.collect(swapped, COSTS, dealt).batch["y"].tolist() == [0, 10, 20, 30]
+    assert Dispatch.DP_COMPUTE_PROTO.collect(swapped, COSTS, sharded).batch["y"].tolist() == [0, 10, 20, 30]
     quadratic = MeshInfo(2, workload=Workload(0.0, 1.0))  # 81 against 36 + 16 + 16
     again = Dispatch.DP_COMPUTE_PROTO.split(Call((rows(4, attention_mask=masks(9, 6, 4, 4)),)), quadratic)
     assert [call.args[0].batch["x"].tolist() for call in called(again)] == [[0], [1, 2, 3]]
@@ -84,19 +84,19 @@ def test_rows_are_dealt_by_what_they_cost() -> None:
 def test_groups_stay_whole() -> None:
     group_ids = torch.tensor([4, 7, 4, 7, 9, 9])
     for mesh in (COSTS, MeshInfo(2)):
-        dealt = Dispatch.DP_COMPUTE_METRICS.split(
+        sharded = Dispatch.DP_COMPUTE_METRICS.split(
             Call((rows(6, attention_mask=masks(5, 1, 5, 1, 4, 4), group_ids=group_ids),)), mesh
         )
-        held = [set(call.args[0].batch["group_ids"].tolist()) for call in called(dealt)]
+        held = [set(call.args[0].batch["group_ids"].tolist()) for call in called(sharded)]
         assert not held[0] & held[1] and held[0] | held[1] == {4, 7, 9}
-        assert sorted(len(call.args[0]) for call in called(dealt)) == [2, 4]
+        assert sorted(len(call.args[0]) for call in called(sharded)) == [2, 4]
 
 
 def test_one_part_keeps_its_tensors() -> None:
     batch = rows(4, attention_mask=masks(9, 1, 3, 5))
-    dealt = Dispatch.DP_COMPUTE_PROTO.split(Call((batch,)), MeshInfo(1, workload=Workload()))
-    assert called(dealt)[0].args[0] is batch and dealt.order is None
-    assert Dispatch.DP_COMPUTE_PROTO.collect([batch], MeshInfo(1), dealt) is batch
+    sharded = Dispatch.DP_COMPUTE_PROTO.split(Call((batch,)), MeshInfo(1, workload=Workload()))
+    assert called(sharded)[0].args[0] is batch and sharded.order is None
+    assert Dispatch.DP_COMPUTE_PROTO.collect([batch], MeshInfo(1), sharded) is batch
 
 
 def test_ranks_of_a_part_share_arguments_and_only_leaders_return() -> None:
@@ -115,13 +115,13 @@ def test_rules_refuse_what_they_cannot_deal_or_join() -> None:
         split(Call(("text",)), MESH)
     with pytest.raises(AssertionError, match=r"they have \[2, 3\] rows"):
         split(Call((rows(2), rows(3))), MESH)
-    dealt = split(Call((rows(3),)), MESH)
+    sharded = split(Call((rows(3),)), MESH)
     with pytest.raises(AssertionError, match="must return a DataProto"):
-        collect([rows(1), None, rows(1)], MESH, dealt)
+        collect([rows(1), None, rows(1)], MESH, sharded)
     with pytest.raises(AssertionError, match=r"given \[1, 1, 1\] rows and returned \[1, 2, 1\]"):
-        collect([rows(1), rows(2), rows(1)], MESH, dealt)
+        collect([rows(1), rows(2), rows(1)], MESH, sharded)
     with pytest.raises(AssertionError, match="must return Metrics"):
-        Dispatch.DP_COMPUTE_METRICS.collect([{}], MESH, dealt)
+        Dispatch.DP_COMPUTE_METRICS.collect([{}], MESH, sharded)
 
 
 def test_items_are_dealt_by_cost_with_their_kin() -> None:
@@ -138,19 +138,19 @@ def test_metrics_of_ranks_are_weighted_by_their_counts() -> None:
         part = Metrics()
         part.add_mean("clipfrac", numerator, denominator)
         parts.append(part)
-    assert Dispatch.DP_COMPUTE_METRICS.collect(parts, MESH, Dealt([])).to_floats() == {"clipfrac": 0.1}
+    assert Dispatch.DP_COMPUTE_METRICS.collect(parts, MESH, ShardedCall([])).to_floats() == {"clipfrac": 0.1}
 
 
 def test_rank_zero_leaves_the_others_alone() -> None:
     call = Call(("a",))
     assert Dispatch.RANK_ZERO.split(call, MESH).calls == [call, None, None]
     assert Dispatch.ONE_TO_ALL.split(call, MESH).calls == [call, call.silent(), call.silent()]
-    assert Dispatch.ONE_TO_ALL.collect(["zero"], MESH, Dealt([])) == "zero"
+    assert Dispatch.ONE_TO_ALL.collect(["zero"], MESH, ShardedCall([])) == "zero"
 
 
 def test_all_to_all_hands_out_one_entry_each() -> None:
-    dealt = Dispatch.ALL_TO_ALL.split(Call((["a", "b", "c"],), {"n": [1, 2, 3]}), MESH)
-    assert dealt.calls == [Call(("a",), {"n": 1}), Call(("b",), {"n": 2}), Call(("c",), {"n": 3})]
+    sharded = Dispatch.ALL_TO_ALL.split(Call((["a", "b", "c"],), {"n": [1, 2, 3]}), MESH)
+    assert sharded.calls == [Call(("a",), {"n": 1}), Call(("b",), {"n": 2}), Call(("c",), {"n": 3})]
 
 
 def future_of(parts: dict[int, Part]) -> Future[list[int]]:

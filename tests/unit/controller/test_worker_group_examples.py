@@ -53,10 +53,10 @@ def test_texts_are_scored_in_this_process(capsys: pytest.CaptureFixture[str]) ->
 def test_a_rule_of_ones_own_splits_and_collects(capsys: pytest.CaptureFixture[str]) -> None:
     module = example("monte_carlo")
     mesh = MeshInfo(3)
-    dealt = module.SHARED.split(Call((11, 7), {"more": 1}), mesh)
-    assert [call.args for call in dealt.calls] == [(4, 7), (4, 7), (3, 7)]
-    assert all(call.kwargs == {"more": 1} for call in dealt.calls)
-    assert module.SHARED.collect([1, 2, 3], mesh, dealt) == 6
+    sharded = module.SHARED.split(Call((11, 7), {"more": 1}), mesh)
+    assert [call.args for call in sharded.calls] == [(4, 7), (4, 7), (3, 7)]
+    assert all(call.kwargs == {"more": 1} for call in sharded.calls)
+    assert module.SHARED.collect([1, 2, 3], mesh, sharded) == 6
     module.main("local", 1, darts=1000)
     assert f"thrower: {hits(0, 1000)} of 1000 darts" in capsys.readouterr().out
 

@@ -80,8 +80,8 @@ def test_karmarkar_karp_deals_every_row_and_differs_by_at_most_the_largest(
 def test_whole_groups_leave_ranks_about_even_where_it_says_so() -> None:
     for groups in range(1, 40):
         for parts in range(1, 9):
-            dealt = deal_rows([10] * 3 * groups, parts, Workload(), [row // 3 for row in range(3 * groups)])
-            heaviest = max(map(len, dealt)) / (3 * groups / parts)
+            sharded = deal_rows([10] * 3 * groups, parts, Workload(), [row // 3 for row in range(3 * groups)])
+            heaviest = max(map(len, sharded)) / (3 * groups / parts)
             assert heaviest <= 1.25 if even_in_groups(groups, parts) else groups < 4 * parts
     assert not even_in_groups(9, 8) and even_in_groups(16, 8)
 

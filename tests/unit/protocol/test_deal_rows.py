@@ -76,19 +76,19 @@ def test_the_quadratic_term_counts() -> None:
 @given(st.lists(st.tuples(st.integers(1, 50), st.integers(0, 5)), max_size=25), st.integers(1, 6))
 def test_every_row_once_and_groups_whole(rows: list[tuple[int, int]], parts: int) -> None:
     lengths, groups = [length for length, _ in rows], [group for _, group in rows]
-    for dealt in (deal_rows(lengths, parts, Workload(), groups), deal_in_order(len(rows), parts, groups)):
-        assert len(dealt) == parts and sorted(itertools.chain(*dealt)) == list(range(len(rows)))
-        assert all(part == sorted(part) for part in dealt)
-        held = [{groups[row] for row in part} for part in dealt]
+    for sharded in (deal_rows(lengths, parts, Workload(), groups), deal_in_order(len(rows), parts, groups)):
+        assert len(sharded) == parts and sorted(itertools.chain(*sharded)) == list(range(len(rows)))
+        assert all(part == sorted(part) for part in sharded)
+        held = [{groups[row] for row in part} for part in sharded]
         assert sum(map(len, held)) == len(set(groups))
 
 
 @settings(max_examples=40, deadline=None, derandomize=True)
 @given(st.integers(0, 30), st.integers(1, 8))
 def test_in_order_sizes_differ_by_at_most_one(num_rows: int, parts: int) -> None:
-    dealt = deal_in_order(num_rows, parts)
-    assert list(itertools.chain(*dealt)) == list(range(num_rows))
-    sizes = [len(part) for part in dealt]
+    sharded = deal_in_order(num_rows, parts)
+    assert list(itertools.chain(*sharded)) == list(range(num_rows))
+    sizes = [len(part) for part in sharded]
     assert sizes == sorted(sizes, reverse=True) and max(sizes) - min(sizes) <= 1
 
 

@@ -324,8 +324,8 @@ def test_replicas_of_a_sharded_actor_generate_what_one_process_does(
     whole = replace(config, tensor_model_parallel_size=1)
     alone = build_rollout_worker(whole, actor_engine=engine, model=model(folder), eos_token_ids=EOS)
     mesh = MeshInfo(2, (("dp", 2 // tensor), ("tp", tensor)))
-    dealt = cut_items(requests(), plan_items(requests(), mesh))
-    parts = [dealt[mesh.part_of(rank)] for rank in range(2)]
+    sharded = cut_items(requests(), plan_items(requests(), mesh))
+    parts = [sharded[mesh.part_of(rank)] for rank in range(2)]
     assert tensor == 2 or all(0 < len(part) < len(requests()) for part in parts)
     ranks = two_ranks.run(generate_on_ranks, folder, config, lora, stages, parts)
     for version in (0, 1):

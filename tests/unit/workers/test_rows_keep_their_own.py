@@ -101,14 +101,14 @@ def test_from_the_estimator_to_the_micro_batch(method: str) -> None:
     def update(mini: DataProto, scale: LossScale) -> Metrics:
         lengths = mini.batch["loss_mask"].sum(-1).tolist()
         for rank in karmarkar_karp(lengths, 2):
-            dealt = mini.select_idxs(rank)
-            sizes = dealt.batch["loss_mask"].sum(-1).tolist()
+            sharded = mini.select_idxs(rank)
+            sizes = sharded.batch["loss_mask"].sum(-1).tolist()
             for rows in split_micro_batches(sizes, max_tokens=12):
                 for row in rows:
-                    number = int(dealt.batch["responses"][row, 0])
-                    assert torch.equal(dealt.batch["advantages"][row], truth[number][0])
-                    assert torch.equal(dealt.batch["returns"][row], truth[number][1])
-                    assert dealt.non_tensor_batch["uid"][row] == GROUPS[number]
+                    number = int(sharded.batch["responses"][row, 0])
+                    assert torch.equal(sharded.batch["advantages"][row], truth[number][0])
+                    assert torch.equal(sharded.batch["returns"][row], truth[number][1])
+                    assert sharded.non_tensor_batch["uid"][row] == GROUPS[number]
                     seen.append(number)
         return Metrics()
 

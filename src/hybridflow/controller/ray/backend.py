@@ -30,7 +30,7 @@ from hybridflow.controller.dispatch import Call, Lane
 from hybridflow.controller.local import Make
 from hybridflow.controller.mesh import MeshInfo
 from hybridflow.controller.ray.cluster import Cluster, PlacedPool
-from hybridflow.controller.ray.process import TASKS, Met, RankProcess, SetUp
+from hybridflow.controller.ray.process import TASKS, ProcessAddress, ProcessSettings, RankProcess
 from hybridflow.controller.ray.running import Process, RayPart, Running, Slot, Traffic
 from hybridflow.controller.ray.transport import Packet, encode
 from hybridflow.controller.ray.watchdog import Watchdog
@@ -124,7 +124,7 @@ class RayBackend:
                 list(self._processes.values()), heartbeat_timeout, report_every=report_every
             )
             join = None if self._queue is None else self._queue.joining()
-            self._set_up(SetUp(device, num_threads, "", 0, call_timeout, os.getcwd(), join))
+            self._set_up(ProcessSettings(device, num_threads, "", 0, call_timeout, os.getcwd(), join))
             self._build(make)
             self._watch.expect_signs()
         except BaseException:
@@ -237,9 +237,9 @@ class RayBackend:
                 place, actor_class.options(**options, **more).remote(place), node_id
             )
 
-    def _set_up(self, how: SetUp) -> None:
+    def _set_up(self, how: ProcessSettings) -> None:
         everywhere = dict(enumerate(self._processes.values()))
-        met: dict[int, Met] = self._all("meet", everywhere, dict.fromkeys(everywhere, ()))
+        met: dict[int, ProcessAddress] = self._all("meet", everywhere, dict.fromkeys(everywhere, ()))
         heads = {}
         for rank, process in everywhere.items():
             process.pid = met[rank].pid

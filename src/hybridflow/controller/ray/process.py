@@ -48,7 +48,7 @@ where a result is that is in TransferQueue.
 
 
 @dataclass(frozen=True)
-class SetUp:
+class ProcessSettings:
     """Settings that a process receives before it builds its workers."""
 
     device: str
@@ -68,7 +68,7 @@ class SetUp:
 
 
 @dataclass(frozen=True)
-class Met:
+class ProcessAddress:
     """A process's pid, address and a free port."""
 
     pid: int
@@ -96,10 +96,10 @@ class RankProcess:
     def meet(self) -> Answer:
         """Report this process's pid, address and a free port."""
         self._calls_thread = threading.get_ident()
-        return self._answer(lambda: Met(os.getpid(), ray.util.get_node_ip_address(), _free_port()))
+        return self._answer(lambda: ProcessAddress(os.getpid(), ray.util.get_node_ip_address(), _free_port()))
 
     @ray.method(num_returns=2)
-    def set_up(self, how: SetUp) -> Answer:
+    def set_up(self, how: ProcessSettings) -> Answer:
         """Set threads, device and logging, and join the torch.distributed world of the pool."""
         return self._answer(lambda: self._set_up(how))
 
@@ -173,7 +173,7 @@ class RankProcess:
             failure = Failure.of(error, self.place)
             return failure, failure
 
-    def _set_up(self, how: SetUp) -> None:
+    def _set_up(self, how: ProcessSettings) -> None:
         place = self.place
         if os.path.isdir(how.folder):
             # in a cluster that was joined, Ray starts processes where its node was started

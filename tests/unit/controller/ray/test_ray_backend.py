@@ -258,7 +258,7 @@ def test_a_process_goes_where_the_driver_is_if_its_node_has_that_folder(
     here.mkdir()
     rank = RankProcess(Place("train", 0, 1, 0, "node"))
     for folder in (here, tmp_path / "on the driver's node only"):
-        rank._set_up(process.SetUp("cpu", None, "", 0, 1.0, str(folder)))
+        rank._set_up(process.ProcessSettings("cpu", None, "", 0, 1.0, str(folder)))
         assert Path.cwd() == here
 
 

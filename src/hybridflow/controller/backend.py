@@ -180,7 +180,7 @@ class Backend(Protocol):
         """Return how the ranks of a role are arranged."""
         ...
 
-    def together(self, role: str, other: str) -> bool:
+    def are_colocated(self, role: str, other: str) -> bool:
         """Return whether two roles share a process, so that their calls cannot overlap."""
         ...
 

@@ -210,7 +210,7 @@ class LocalBackend:
         """Return a mesh of one rank."""
         return MeshInfo(world_size=1)
 
-    def together(self, role: str, other: str) -> bool:
+    def are_colocated(self, role: str, other: str) -> bool:
         """Return True, since all roles are in this process."""
         return True
 

@@ -144,7 +144,7 @@ class Placement:
             found[role] = RankInfo(role, ranks.index((pool, rank)), len(ranks))
         return found
 
-    def together(self, role: str, other: str) -> bool:
+    def are_colocated(self, role: str, other: str) -> bool:
         """Return whether two roles share a process anywhere, so that their calls cannot overlap."""
         return bool({*self.pools_of_role[role]} & {*self.pools_of_role[other]})
 

@@ -407,7 +407,7 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         They cannot where the two share processes: the replicas then generate with the actor's own module, or
         gather its shards as they are at that time.
         """
-        return not self.backend.together(actor.role, self.role)
+        return not self.backend.are_colocated(actor.role, self.role)
 
     def stage(self, actor: ActorGroup, version: int) -> StagedWeights:
         """Copy the actor's weights as they are after the calls so far, to be taken as `version` later.
@@ -445,7 +445,7 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         RolloutError where an update does not reach a replica, and where the two share processes and the
         rollout is not on all processes of the actor.
         """
-        if self.backend.together(actor.role, self.role):
+        if self.backend.are_colocated(actor.role, self.role):
             if self.world_size != actor.world_size:
                 raise RolloutError(
                     f"{self.role} shares processes with {actor.role} and has {self.world_size} ranks where "

@@ -21,7 +21,7 @@ def test_without_keys_all_roles_share_all_devices() -> None:
     assert placement.pools == (ResourcePool("global", (3, 3)),)
     assert placement.roles("global") == ROLES and placement.num_devices == 6
     assert placement.infos("global", 4) == {role: RankInfo(role, 4, 6) for role in ROLES}
-    assert placement.together("actor", "critic")
+    assert placement.are_colocated("actor", "critic")
 
 
 def test_a_supervised_run_has_one_pool() -> None:
@@ -34,7 +34,7 @@ def test_roles_not_named_live_in_the_first_pool() -> None:
     placement = Placement.from_config(keys, ROLES)
     assert placement.pools_of("actor") == (ResourcePool("train", (2, 1)),)
     assert placement.roles("train") == ["actor", "rollout"] and placement.roles("values") == ["critic"]
-    assert placement.together("actor", "rollout") and not placement.together("actor", "critic")
+    assert placement.are_colocated("actor", "rollout") and not placement.are_colocated("actor", "critic")
     assert placement.infos("values", 0) == {"critic": RankInfo("critic", 0, 1)}
 
 
@@ -42,7 +42,7 @@ def test_collectors_have_a_pool_without_devices() -> None:
     placement = Placement.from_config(trainer(nnodes=1, num_collectors=3), [*ROLES, "collector"])
     assert placement.num_devices == 1 and [pool.name for pool in placement.device_pools] == ["global"]
     assert placement.ranks("collector") == [("collectors", rank) for rank in range(3)]
-    assert not placement.together("collector", "actor")
+    assert not placement.are_colocated("collector", "actor")
 
 
 def test_the_rollout_may_span_pools_and_counts_its_ranks_through() -> None:
@@ -52,7 +52,7 @@ def test_the_rollout_may_span_pools_and_counts_its_ranks_through() -> None:
     assert placement.infos("more", 1) == {"rollout": RankInfo("rollout", 3, 4)}
     assert placement.infos("train", 1)["rollout"] == RankInfo("rollout", 1, 4)
     assert placement.infos("train", 1)["actor"] == RankInfo("actor", 1, 2)
-    assert placement.together("actor", "rollout")
+    assert placement.are_colocated("actor", "rollout")
 
 
 @pytest.mark.parametrize(

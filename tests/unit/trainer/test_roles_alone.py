@@ -33,7 +33,7 @@ class Engines:
 
 
 def roles(pools: dict[str, str], engines: Engines) -> Roles:
-    backend = SimpleNamespace(together=lambda first, second: pools[first] == pools[second])
+    backend = SimpleNamespace(are_colocated=lambda first, second: pools[first] == pools[second])
     return Roles(cast(Any, SimpleNamespace(role="actor", backend=backend)), cast(Any, engines))
 
 

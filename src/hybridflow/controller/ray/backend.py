@@ -140,9 +140,9 @@ class RayBackend:
         assert role in self._meshes, f"there is no role {role!r}: the roles are {sorted(self._meshes)}"
         return self._meshes[role]
 
-    def together(self, role: str, other: str) -> bool:
+    def are_colocated(self, role: str, other: str) -> bool:
         """Return whether two roles share a process."""
-        return self._placement.together(role, other)
+        return self._placement.are_colocated(role, other)
 
     def peers(self, role: str) -> RayPeers:
         """See `Backend.peers`."""

@@ -92,7 +92,7 @@ class OldLogProbs:
         if (
             self.exact.reuses
             and current
-            and not self.roles.together(self.actor.role, self.roles.rollout.role)
+            and not self.roles.are_colocated(self.actor.role, self.roles.rollout.role)
         ):
             (ours,) = self.actor.call_list(ActorWorker.weight_sums)
             with self.roles.rollout.set_aside():

@@ -50,17 +50,17 @@ class Roles:
         groups = (getattr(self, field.name) for field in fields(self))
         return [group for group in groups if group is not None]
 
-    def together(self, first: str, second: str) -> bool:
+    def are_colocated(self, first: str, second: str) -> bool:
         """Whether two roles share processes, so that their calls take turns."""
-        return self.actor.backend.together(first, second)
+        return self.actor.backend.are_colocated(first, second)
 
     def alone(self, role: str) -> AbstractContextManager[None]:
         """Context in which a role has its processes for itself: no engine there is stepped meanwhile.
 
         Where engines share the actor's processes, no schedule steps them while it trains.
         """
-        beside = not self.together(self.actor.role, self.rollout.role)
-        if self.together(role, self.rollout.role) and (beside or role == "reward_model"):
+        beside = not self.are_colocated(self.actor.role, self.rollout.role)
+        if self.are_colocated(role, self.rollout.role) and (beside or role == "reward_model"):
             return self.rollout.set_aside()
         return nullcontext()
 

@@ -65,17 +65,17 @@ class Job(Generic[T]):
 class Overlap:
     """Runs jobs that do not depend on each other side by side, a thread for each set of processes.
 
-    Roles that share processes, as `together` says, take turns there anyway: their calls run one after the
+    Roles that share processes, as `are_colocated` says, take turns there anyway: their calls run one after the
     other in the caller's thread. With everything colocated, and with the local controller, this is a loop.
     """
 
     def __init__(
         self,
-        together: Callable[[str, str], bool],
+        are_colocated: Callable[[str, str], bool],
         timer: Timer,
         alone: Callable[[str], AbstractContextManager[None]] = lambda role: nullcontext(),
     ) -> None:
-        self.together = together
+        self.are_colocated = are_colocated
         self.timer = timer
         self.alone = alone
         """Context of the calls of a role, which has its processes for itself there."""
@@ -106,7 +106,9 @@ class Overlap:
         lanes: list[list[int]] = []
         for index, job in enumerate(jobs):
             touched = [
-                lane for lane in lanes if any(self.together(jobs[other].role, job.role) for other in lane)
+                lane
+                for lane in lanes
+                if any(self.are_colocated(jobs[other].role, job.role) for other in lane)
             ]
             lanes = [lane for lane in lanes if lane not in touched]
             lanes.append(sorted([index, *(other for lane in touched for other in lane)]))
@@ -142,7 +144,7 @@ class PPOStep:
         self.shows = shows
         self.buffer = buffer
         roles.actor.backend.driver_bytes()  # from now on they are those of steps
-        self.side_by_side = Overlap(roles.together, timer, roles.alone)
+        self.side_by_side = Overlap(roles.are_colocated, timer, roles.alone)
         # once: a user's file may be edited while the run goes on
         self.estimator = find_estimator(config.algorithm)
         self.loss = find_policy_loss(config.actor_rollout_ref.actor)

@@ -83,7 +83,7 @@ class AheadSource(SyncSource):
         """`ledger` is that of the run, and is closed with the source."""
         super().__init__(parts)
         self.ledger = ledger
-        self.beside = not parts.roles.together(parts.roles.actor.role, parts.roles.rollout.role)
+        self.disaggregated = not parts.roles.are_colocated(parts.roles.actor.role, parts.roles.rollout.role)
         """Whether generation has processes of its own, and goes on in a thread beside training."""
         self._changed = threading.Condition()  # guards the ledger, and what subclasses have
         self._error: BaseException | None = None

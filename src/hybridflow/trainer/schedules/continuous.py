@@ -108,7 +108,7 @@ class ContinuousSource(AheadSource):
         number = step - 1
         self.timer.reset()
         with self.timer("gen"):
-            if self.beside:
+            if self.disaggregated:
                 self._wait("waiting for rollouts", lambda: self._fill(number))
             else:
                 with self._idle.waiting():
@@ -204,7 +204,7 @@ class ContinuousSource(AheadSource):
         """Begin to play groups, and to step the engines where they have processes of their own."""
         client = self._stack.enter_context(self.roles.rollout.opened())
         self._stack.enter_context(in_own_loop(lambda: self._play_all(client)))
-        if self.beside:
+        if self.disaggregated:
             self._server = threading.Thread(target=self._serve, name="engines", daemon=True)
             self._server.start()
 

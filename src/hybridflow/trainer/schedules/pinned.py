@@ -91,10 +91,10 @@ class PinnedSource(AheadSource):
         """Return the batch of step number `step`; raises what making it has raised."""
         batch = step - 1
         began = time.perf_counter()
-        if self.beside:
+        if self.disaggregated:
             self._wait("waiting for rollouts", lambda: batch in self._made)
         with self._idle.waiting():
-            while not self.beside and self._next < self.end_below(self.version + 1):
+            while not self.disaggregated and self._next < self.end_below(self.version + 1):
                 self._make()
         with self._changed:
             made = self._made[batch]
@@ -113,7 +113,7 @@ class PinnedSource(AheadSource):
         """
         actor = self.roles.actor
         staged = None
-        if self.beside:
+        if self.disaggregated:
             staged = self.roles.rollout.stage(actor, version)
         else:
             self.roles.rollout.update_from(actor, version)
@@ -132,14 +132,14 @@ class PinnedSource(AheadSource):
             for read in [batch for batch in self._places if batch < version]:
                 del self._places[read]
             self._changed.notify_all()
-        if self.beside and self._thread is None:
+        if self.disaggregated and self._thread is None:
             self._thread = threading.Thread(target=self._make_all, name="batches ahead", daemon=True)
             self._thread.start()
 
     @contextmanager
     def validating(self, version: int) -> Iterator[None]:
         """Let the engines answer a validation under `version`, once the batches of older ones are made."""
-        if not self.beside:
+        if not self.disaggregated:
             yield
             return
         with self._changed:
@@ -162,7 +162,7 @@ class PinnedSource(AheadSource):
         run has; waits until these are made.
         """
         end = self.end_below(self.version)
-        if self.beside:
+        if self.disaggregated:
             self._wait("waiting for rollouts to save", lambda: self._next >= end)
         with self._changed:
             ready = [_to_state(self._made[batch]) for batch in range(self.version, end)]

@@ -90,7 +90,7 @@ def test_roles_of_a_pool_share_processes_and_pools_are_worlds(backend: RayBacken
     assert [look[0] for look in seen["rollout"]] == [look[0] for look in (*seen["counter"], *seen["critic"])]
     assert [look[1] for look in seen["rollout"]] == [0, 1, 2]
     assert os.getpid() not in [look[0] for look in seen["rollout"]]
-    assert backend.together("counter", "rollout") and not backend.together("counter", "critic")
+    assert backend.are_colocated("counter", "rollout") and not backend.are_colocated("counter", "critic")
     assert ask(backend).call(Prober.sum_of_ranks) == 3.0
 
 

@@ -94,15 +94,15 @@ class ChatAgent:
             methods = [environment.tool(name, schema) for name, schema in spec.tools.items()]
         try:
             tools = await parts.tools.open(parts.hosts, _tools_kwargs(episode), methods)
-            play = _Play(parts, policy, tools, environment, self._rewarded)
+            dialogue = _Dialogue(parts, policy, tools, environment, self._rewarded)
             try:
-                await play.to_the_end(episode)
+                await dialogue.to_the_end(episode)
             except BaseException:
                 with suppress(ToolFailed):  # the first failure is the one to tell
                     await tools.close(score=False)
                 raise
-            result = await play.result(await tools.close(score=True))
-            self._tell_difference(play.difference)
+            result = await dialogue.result(await tools.close(score=True))
+            self._tell_difference(dialogue.difference)
             return result
         except ToolFailed as error:
             raise TrajectoryFailed(error.cause, str(error)) from error
@@ -128,7 +128,7 @@ def _tools_kwargs(episode: Episode) -> Mapping[str, Any]:
 
 
 @dataclass
-class _Play:
+class _Dialogue:
     """One conversation under way."""
 
     parts: ChatParts

@@ -47,7 +47,7 @@ LOOK_SECONDS = 0.5
 
 
 @dataclass(frozen=True)
-class Played:
+class GroupResult:
     """A group that has been played."""
 
     index: int
@@ -56,10 +56,10 @@ class Played:
 
 
 @dataclass(frozen=True)
-class PlayedGroups:
+class GroupResults:
     """Groups that have been played since they were last asked for."""
 
-    groups: list[Played]
+    groups: list[GroupResult]
     ticket: int
     """By this number the collector gives the other columns of their rows, in their order."""
 
@@ -96,7 +96,7 @@ class Collector(Worker):
         self._numbers = itertools.count((rank + 1) * COLLECTOR_NUMBERS)
         self._replicas: dict[int, WorkerReplica] = {}
         self._client: LLMClient | None = None
-        self._done: queue.SimpleQueue[tuple[Played, DataProto] | Exception] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[GroupResult, DataProto] | Exception] = queue.SimpleQueue()
         self._playing: set[concurrent.futures.Future[None]] = set()
         self._kept: dict[int, DataProto] = {}
         self._tickets = itertools.count()
@@ -125,12 +125,12 @@ class Collector(Worker):
         self._replicas[rank].answer(output)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="collect")
-    def collect(self, seconds: float) -> PlayedGroups:
+    def collect(self, seconds: float) -> GroupResults:
         """Return the groups that have been played, or wait at most `seconds` for the first.
 
         Raises what has made it impossible to play one.
         """
-        found: list[tuple[Played, DataProto]] = []
+        found: list[tuple[GroupResult, DataProto]] = []
         wait = seconds
         while True:
             try:
@@ -145,7 +145,7 @@ class Collector(Worker):
         kept = [rows for _, rows in found if len(rows)]
         if kept:
             self._kept[ticket] = join_rows(kept, self._pipeline.pad_token_id)
-        return PlayedGroups([played for played, _ in found], ticket)
+        return GroupResults([played for played, _ in found], ticket)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def columns(self, ticket: int) -> DataProto:
@@ -165,7 +165,7 @@ class Collector(Worker):
             if self._agents.are_used:
                 made.metrics.update(self._agents.processes())
             light, kept = divided(made.rows)
-            self._done.put((Played(index, replace(made, rows=light)), kept))
+            self._done.put((GroupResult(index, replace(made, rows=light)), kept))
         except BaseException as error:  # raised in the driver, whatever it is
             self._done.put(_cause(error))
 
@@ -181,7 +181,7 @@ class Collectors:
         self._group = group
         self._pad_token_id = pad_token_id
         self._rollout = rollout
-        self._waiting: list[dict[int, asyncio.Future[Played]]] = [{} for _ in range(group.world_size)]
+        self._waiting: list[dict[int, asyncio.Future[GroupResult]]] = [{} for _ in range(group.world_size)]
         self._polls: set[asyncio.Task[None]] = set()
         leaders = [replica.rank for replica in rollout.replicas]
         group.call(Collector.connect, group.backend.peers(rollout.role), leaders)
@@ -222,7 +222,7 @@ class Collectors:
         """
         rank = index % self._group.world_size
         waiting = self._waiting[rank]
-        found: asyncio.Future[Played] = asyncio.get_running_loop().create_future()
+        found: asyncio.Future[GroupResult] = asyncio.get_running_loop().create_future()
         waiting[index] = found
         self._group.call_one(rank, Collector.play, index, prompt, timed)
         if len(waiting) == 1:
@@ -252,7 +252,7 @@ class Collectors:
                     found.set_exception(error)
             waiting.clear()  # a group that is played from now on asks anew
 
-    def _hand_out(self, rank: int, collected: PlayedGroups) -> None:
+    def _hand_out(self, rank: int, collected: GroupResults) -> None:
         """Say where the other columns of the rows are, and tell those who wait."""
         shard = None
         number = 0

@@ -116,7 +116,7 @@ TopTokens = list[tuple[int, float]]
 
 
 @dataclass(frozen=True)
-class Begun:
+class PartialResponse:
     """What a request has of its response already; RolloutError for tuples that are not equally long."""
 
     token_ids: tuple[int, ...] = ()
@@ -132,7 +132,7 @@ class Begun:
         lengths = [len(column) for column in columns if column is not None]
         if len(set(lengths)) > 1:
             raise RolloutError(
-                f"begun has {lengths[0]} tokens, {lengths[1]} log-probs, {lengths[2]} versions"
+                f"partial_response has {lengths[0]} tokens, {lengths[1]} log-probs, {lengths[2]} versions"
                 f"{f' and {lengths[3]} top log-probs' if len(lengths) > 3 else ''}: give one of each for "
                 "each token"
             )
@@ -153,7 +153,7 @@ class GenerationRequest:
     """Key of this request's draws, for example `derive_seed(seed, "rollout", step, row)`; nothing else enters
     its random numbers.
     """
-    begun: Begun = Begun()
+    partial_response: PartialResponse = PartialResponse()
     """What was generated of the response before. It is part of the context and of the output; max_tokens,
     min_tokens, the repetition penalty and stop texts count it, and draws go on at the place where it stopped.
     """
@@ -166,15 +166,17 @@ class GenerationRequest:
     @property
     def context(self) -> Units:
         """Identity of what the next token follows: the prompt and what was generated before."""
-        return self.prompt.key + self.begun.token_ids
+        return self.prompt.key + self.partial_response.token_ids
 
     def continued(self, output: GenerationOutput) -> GenerationRequest:
         """Return the request that goes on after `output`, which is this one's response so far."""
         top = None
         if output.top_log_probs is not None:
             top = tuple(output.top_log_probs)
-        begun = Begun(tuple(output.token_ids), tuple(output.log_probs), tuple(output.policy_versions), top)
-        return replace(self, begun=begun)
+        partial_response = PartialResponse(
+            tuple(output.token_ids), tuple(output.log_probs), tuple(output.policy_versions), top
+        )
+        return replace(self, partial_response=partial_response)
 
     @property
     def most_tokens(self) -> int:

@@ -148,7 +148,7 @@ def request_problem(
             f"the prompt has {len(request.prompt.media)} media, and this engine or its model reads token ids "
             "only: use rollout.name=native with a model that reads pictures, or leave them out of the data"
         )
-    begun = request.begun
+    begun = request.partial_response
     named = {"prompt": prompt, "begun": begun.token_ids, "stop_token_ids": sampling.stop_token_ids}
     for name, ids in named.items():
         for token in (min(ids, default=0), max(ids, default=0)):
@@ -184,7 +184,7 @@ def aborted(request: GenerationRequest) -> GenerationOutput:
 
 def rest_problem(request: GenerationRequest) -> str | None:
     """Return the reason why `rest_of` is not the same request, or None where it is."""
-    if request.begun and request.sampling.stop:
+    if request.partial_response and request.sampling.stop:
         return (
             f"it has begun and has the stop texts {list(request.sampling.stop)}, which this engine finds in "
             "new tokens only: use stop_token_ids, or rollout.name=native"
@@ -193,12 +193,12 @@ def rest_problem(request: GenerationRequest) -> str | None:
 
 
 def rest_of(request: GenerationRequest) -> GenerationRequest:
-    """Return the part of a request that is left to generate, for an engine that knows no `begun`.
+    """Return the part of a request that is left to generate, for an engine that knows no `partial_response`.
 
     What was begun is part of its prompt. Such engines seed by request, so its seed is another one: else its
     draws would be those that the response began with.
     """
-    begun = request.begun
+    begun = request.partial_response
     if not begun:
         return request
     sampling = request.sampling
@@ -214,7 +214,7 @@ def rest_of(request: GenerationRequest) -> GenerationRequest:
 
 def whole_of(request: GenerationRequest, rest: GenerationOutput) -> GenerationOutput:
     """Return the output of a request from that of its `rest_of`."""
-    begun = request.begun
+    begun = request.partial_response
     top = None
     if request.sampling.top_log_probs:
         top = [*(begun.top_log_probs or ()), *(rest.top_log_probs or ())]

@@ -31,7 +31,7 @@ class ScriptedSession(FakeSession):
         self.engine.joined.append([request.request_id for request in requests])
         outputs = super().add(requests)
         for request in requests:
-            begun = request.begun
+            begun = request.partial_response
             self._rows[request.request_id] = (request, list(begun.token_ids), list(begun.policy_versions))
         self._waiting.clear()
         return outputs

@@ -12,7 +12,7 @@ from rollout_models import VOCABULARY, prompts, requests_for, run, tiny_engine
 from hybridflow.errors import RolloutError
 from hybridflow.models.exact_mode import ExactMode
 from hybridflow.protocol.prompt import Prompt
-from hybridflow.rollout.base import Begun, GenerationOutput, GenerationRequest, SamplingParams
+from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialResponse, SamplingParams
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.rollout.native.scheduler import Scheduler
 
@@ -74,7 +74,7 @@ def cut_and_continued(
                 if output.finish_reason != "abort":
                     outputs[output.request_id] = output
                     continue
-                cuts += len(output.token_ids) > len(by_id[output.request_id].begun)
+                cuts += len(output.token_ids) > len(by_id[output.request_id].partial_response)
                 waiting.append(by_id[output.request_id].continued(output))
         session.close()
     return outputs, cuts
@@ -92,7 +92,7 @@ def test_cut_preempted_and_continued_it_has_the_bits_of_an_undisturbed_request(
     put_back = Scheduler.put_back
 
     def counted(self: Scheduler, request: GenerationRequest) -> None:
-        preempted.append(len(request.begun))
+        preempted.append(len(request.partial_response))
         put_back(self, request)
 
     monkeypatch.setattr(Scheduler, "put_back", counted)
@@ -136,13 +136,15 @@ def test_a_part_that_cannot_be_continued_is_an_error_of_that_request() -> None:
     whole = run(engine, [request])[0]
     bad = {
         "max_tokens": request.continued(whole),
-        "begun": replace(request, begun=Begun((VOCABULARY,), (-1.0,), (0,))),
+        "partial_response": replace(request, partial_response=PartialResponse((VOCABULARY,), (-1.0,), (0,))),
         "top_log_probs": replace(
-            request, sampling=SamplingParams(9, top_log_probs=2), begun=Begun((5,), (-1.0,), (0,))
+            request,
+            sampling=SamplingParams(9, top_log_probs=2),
+            partial_response=PartialResponse((5,), (-1.0,), (0,)),
         ),
     }
     for said, one in bad.items():
         output = run(engine, [one])[0]
         assert output.refused and said in str(output.error), output
     with pytest.raises(RolloutError, match="2 tokens, 1 log-probs"):
-        Begun((5, 6), (-1.0,), (0, 0))
+        PartialResponse((5, 6), (-1.0,), (0, 0))

@@ -520,7 +520,7 @@ def random_sequence(
             outputs |= {output.request_id: output for output in done}
         else:
             outputs |= {output.request_id: output for output in session.step()}
-        made_room += any(len(one.begun) for one in session.scheduler.waiting)
+        made_room += any(len(one.partial_response) for one in session.scheduler.waiting)
         after_each()
     assert set(outputs) == set(known)
     assert {"length", "abort"} <= {output.finish_reason for output in outputs.values()}

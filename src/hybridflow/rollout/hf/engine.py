@@ -204,7 +204,7 @@ class HFEngine(SessionEngine):
         started = perf_counter()
         requests = [row.request for row in batch.rows]
         contexts = [token_ids_of(request.context) for request in requests]
-        longest = max(request.sampling.max_tokens - len(request.begun) for request in requests)
+        longest = max(request.sampling.max_tokens - len(request.partial_response) for request in requests)
         try:
             generate(
                 self.model,
@@ -227,7 +227,9 @@ class HFEngine(SessionEngine):
         return frozenset(ends)
 
     def _count(self, batch: Batch, seconds: float) -> None:
-        self._stats.generated_tokens += sum(len(row.tokens) - len(row.request.begun) for row in batch.rows)
+        self._stats.generated_tokens += sum(
+            len(row.tokens) - len(row.request.partial_response) for row in batch.rows
+        )
         self._stats.prefill_tokens += sum(len(row.request.context) for row in batch.rows)
         self._stats.decode_steps += max(0, batch.steps - 1)
         self._stats.max_rows = max(self._stats.max_rows, len(batch.rows))

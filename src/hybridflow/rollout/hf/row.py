@@ -44,7 +44,7 @@ class Row:
     error: str | None = None
 
     def __post_init__(self) -> None:
-        begun = self.request.begun
+        begun = self.request.partial_response
         self.tokens.extend(begun.token_ids)
         self.log_probs.extend(begun.log_probs)
         self.versions.extend(begun.policy_versions)

@@ -183,7 +183,7 @@ class Responses:
     def add(self, request: GenerationRequest) -> int:
         """Take a slot for a request, with the part of its response that was generated before."""
         slot = self.free.pop()
-        begun = request.begun
+        begun = request.partial_response
         size = len(begun)
         for name, values in zip(COLUMNS, (begun.token_ids, begun.log_probs, begun.policy_versions)):
             getattr(self, name)[slot, :size] = values
@@ -273,7 +273,7 @@ class Responses:
 
 def begun_beyond(request: GenerationRequest, start: int) -> PartialOutput:
     """Return what a waiting request has after the first `start` tokens of its response."""
-    begun = request.begun
+    begun = request.partial_response
     top = None
     if begun.top_log_probs is not None:
         top = list(begun.top_log_probs[start:])

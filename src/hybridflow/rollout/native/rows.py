@@ -79,7 +79,7 @@ def row_numbers(request: GenerationRequest, eos_token_ids: Sequence[int], vocabu
         top_k = min(params.top_k, vocabulary)
     integers = (
         len(request.prompt_token_ids),
-        len(request.begun),
+        len(request.partial_response),
         request.seed & SEED_BITS,
         top_k,
         params.min_tokens,
@@ -193,7 +193,7 @@ class RowTable:
         self.length[rows] = self.prompt_length[rows] + self.generated[rows]
         self.stream[rows] = stream_keys(self.stream[rows])
         for request, ends in zip(requests, stops):
-            top = list(request.begun.top_log_probs or ())
+            top = list(request.partial_response.top_log_probs or ())
             needs = sampling.needs_of(request.sampling)
             self.rows.append(Row(request, self.num_entered, needs, ends, self.responses.add(request), top))
             self.num_entered += 1

@@ -2,7 +2,7 @@
 
     add ──► groups [A A A][B][C C] ──next_batch──► admissions: who enters, which tokens are computed now
               ▲
-              └── preempted rows, with what they have (`begun`)
+              └── preempted rows, with what they have (`partial_response`)
 
 Waiting requests with the same context form a group, which is prefilled once. A prompt that is longer than a
 pass is computed in chunks (chunked prefill): one of its requests is a row from the first chunk on, and the

@@ -211,7 +211,7 @@ class Session:
         partials = [self.rows.responses.new_tokens(row, since[row.request.request_id]) for row in rows]
         if len(rows) < len(since):
             waiting = [one for one in self.scheduler.waiting if one.request_id in since]
-            partials += [begun_beyond(one, since[one.request_id]) for one in waiting if one.begun]
+            partials += [begun_beyond(one, since[one.request_id]) for one in waiting if one.partial_response]
         return partials
 
     def close(self) -> None:

@@ -53,7 +53,7 @@ class Accumulated:
     loss: Tensor
     """The sum of the loss shares, 0-d float64."""
     metrics: Metrics = field(default_factory=Metrics)
-    odd: dict[str, Tensor] = field(default_factory=dict)
+    non_finite: dict[str, Tensor] = field(default_factory=dict)
     """Numbers of answers that are not finite, 0-d each, by name."""
     num_lost: int = 0
     """Number of losses that were found not to depend on the states that other ranks have sent."""
@@ -67,7 +67,7 @@ class Accumulated:
             total: Tensor = sum((value * 0.0).sum() for value in answers.values() if value.requires_grad)  # type: ignore[assignment]
             return total
         for name, value in answers.items():
-            self.odd[name] = self.odd.get(name, 0) + (~value.detach().isfinite()).sum()
+            self.non_finite[name] = self.non_finite.get(name, 0) + (~value.detach().isfinite()).sum()
         unpacked = {name: micro.packed.unpack(value) for name, value in answers.items()}
         share, metrics = loss(unpacked, micro.rows)
         if not share.requires_grad:
@@ -241,8 +241,8 @@ class MicroBatchEngine(ABC):
             metrics.add_sum(f"{self.name}/num_skipped_steps", float(not finite))
         if not finite:
             self.optimizer.zero_grad()
-            odd = {name: int(count) for name, count in sums.odd.items()}
-            self.guard.report(rows, loss, grad_norm, self.num_steps, odd)
+            non_finite = {name: int(count) for name, count in sums.non_finite.items()}
+            self.guard.report(rows, loss, grad_norm, self.num_steps, non_finite)
             return metrics
         self.guard.in_a_row = 0
         if counts:
@@ -358,7 +358,7 @@ def _odd_entries(batch: DataProto) -> Iterator[tuple[str, str, float]]:
     for name, column in sorted(batch.batch.items()):
         if not isinstance(column, Tensor) or not column.is_floating_point() or column.shape != mask.shape:
             continue
-        odd = (~column.isfinite() & mask.to(column.device)).nonzero()
-        if len(odd):
-            row, token = odd[0].tolist()
+        non_finite = (~column.isfinite() & mask.to(column.device)).nonzero()
+        if len(non_finite):
+            row, token = non_finite[0].tolist()
             yield name, f"row {row}, response token {token}", float(column[row, token])

@@ -24,7 +24,7 @@ from hybridflow.distributed.transfers import to_device
 from hybridflow.models.scores import Scores
 
 
-class Places:
+class CacheSlots:
     """The row and the position [N] int64 at which each of N tokens is stored."""
 
     def __init__(self, rows: Tensor, positions: Tensor) -> None:
@@ -39,7 +39,7 @@ class Places:
         starts: Sequence[int],
         counts: Sequence[int],
         device: torch.device | str = "cpu",
-    ) -> Places:
+    ) -> CacheSlots:
         """Return the places of spans one after the other: counts[i] tokens of rows[i], from starts[i] on."""
         count = torch.tensor(counts)
         shift = torch.tensor(starts) - (count.cumsum(0) - count)
@@ -220,7 +220,7 @@ class KVCache(ABC):
         """Note that each of these rows has so many tokens less; new ones are written over them."""
 
     @abstractmethod
-    def write(self, layer: int, key: Tensor, value: Tensor, places: Places) -> None:
+    def write(self, layer: int, key: Tensor, value: Tensor, places: CacheSlots) -> None:
         """Store key [N, KV, D] and value [N, KV, Dv] at `places`, in place."""
 
     def keys_read(self, longest: int) -> int:
@@ -408,7 +408,7 @@ class SlotCache(KVCache):
             self._spare[(width, now.dtype)] = now
         return self._memory[name]
 
-    def write(self, layer: int, key: Tensor, value: Tensor, places: Places) -> None:
+    def write(self, layer: int, key: Tensor, value: Tensor, places: CacheSlots) -> None:
         for stored, new in ((self.keys[layer], key), (self.values[layer], value)):
             flat = places.flat(stored.shape[1], stored.shape[2])
             stored.view(-1, stored.shape[-1]).index_copy_(0, flat, new.reshape(-1, stored.shape[-1]))

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.distributed.transfers import to_device
-from hybridflow.models.kv_cache import InPlace, KVCache, LayerShape, Places, RowCopy
+from hybridflow.models.kv_cache import CacheSlots, InPlace, KVCache, LayerShape, RowCopy
 from hybridflow.models.scores import Scores
 
 PagedKernel = Callable[..., Any]
@@ -204,7 +204,7 @@ class PagedCache(KVCache):
         self._held[row] = len(blocks) * self.block_size
         self._stale.add(row)
 
-    def write(self, layer: int, key: Tensor, value: Tensor, places: Places) -> None:
+    def write(self, layer: int, key: Tensor, value: Tensor, places: CacheSlots) -> None:
         flat = places.in_blocks(self.table, self.block_size)
         for stored, new in ((self.keys[layer], key), (self.values[layer], value)):
             stored.flatten(0, 1).index_copy_(0, flat, new)

@@ -23,7 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from hybridflow.distributed.transfers import to_device
 from hybridflow.models.attention import Kernel, PackedLayout, attend_allowed, make_buckets
-from hybridflow.models.kv_cache import InPlace, KVCache, Places
+from hybridflow.models.kv_cache import CacheSlots, InPlace, KVCache
 from hybridflow.models.scores import Scores, masked_attention
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ class SpanLayout:
     routes: RouteTape | None = None
     """The routes of the tokens, where they are recorded or replayed."""
 
-    def __init__(self, cache: KVCache, places: Places) -> None:
+    def __init__(self, cache: KVCache, places: CacheSlots) -> None:
         """Store what is computed at `places`; use `packed` and `decoding` to make one."""
         self.cache = cache
         self.places = places
@@ -71,7 +71,7 @@ class SpanLayout:
         assert min(counts) > 0 and max(a + b for a, b in zip(starts, counts)) <= cache.capacity, (
             "spans have tokens, and room in the cache"
         )
-        layout = cls(cache, Places.of_spans(rows, starts, counts, cache.device))
+        layout = cls(cache, CacheSlots.of_spans(rows, starts, counts, cache.device))
         if any(starts):
             layout._add_buckets(rows, starts, counts)
         else:
@@ -89,7 +89,7 @@ class SpanLayout:
         and elsewhere those up to the newest token.
         """
         assert longest < cache.capacity, f"position {longest} is outside of a row of {cache.capacity} tokens"
-        layout = cls(cache, Places(torch.arange(len(lengths), device=lengths.device), lengths))
+        layout = cls(cache, CacheSlots(torch.arange(len(lengths), device=lengths.device), lengths))
         layout.num_keys = num_keys or cache.keys_read(longest + 1)
         layout._in_place = cache.in_place(lengths, layout.num_keys)
         return layout

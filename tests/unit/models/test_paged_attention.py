@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.models import paged_kernel
-from hybridflow.models.kv_cache import LayerShape, Places, SlotCache
+from hybridflow.models.kv_cache import CacheSlots, LayerShape, SlotCache
 from hybridflow.models.paged_cache import PagedCache
 from hybridflow.models.paged_kernel import kernel_problem, varlen_kernel
 from hybridflow.models.scores import Scores
@@ -73,7 +73,7 @@ def filled(
     for length in range(1, max(lengths) + 2):
         paged.extend([slot for slot, stop in enumerate(lengths) if length <= stop + 1], length)
     for slot, length in enumerate(lengths):
-        places = Places.of_spans([slot], [0], [length])
+        places = CacheSlots.of_spans([slot], [0], [length])
         key, value = torch.randn(2, length, heads, 8).to(dtype).unbind()
         paged.write(0, key, value, places)
         slots.write(0, key, value, places)

@@ -65,8 +65,8 @@ class Job(Generic[T]):
 class Overlap:
     """Runs jobs that do not depend on each other side by side, a thread for each set of processes.
 
-    Roles that share processes, as `are_colocated` says, take turns there anyway: their calls run one after the
-    other in the caller's thread. With everything colocated, and with the local controller, this is a loop.
+    Roles that share processes, as `are_colocated` says, take turns there anyway: their calls run one after
+    the other in the caller's thread. With everything colocated, and with the local controller, this is a loop.
     """
 
     def __init__(

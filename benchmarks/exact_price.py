@@ -14,8 +14,8 @@ import torch
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
-from hybridflow.models.build import build_policy
 from hybridflow.models.exact_mode import ExactMode
+from hybridflow.models.files.build import build_policy
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows, pack

@@ -83,7 +83,7 @@ def make_prompts(rows: int, vocabulary: int) -> list[list[int]]:
 
 def native(folder: Path, rows: int) -> Callable[[list[list[int]], list[int]], float]:
     """Our engine on its model: seconds of a batch."""
-    from hybridflow.models.build import build_policy
+    from hybridflow.models.files.build import build_policy
     from hybridflow.protocol.prompt import Prompt
     from hybridflow.rollout.base import GenerationRequest, SamplingParams
     from hybridflow.rollout.native.engine import NativeEngine

@@ -19,9 +19,9 @@ import side_by_side as kit
 import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedModel, Qwen2Config
 
+from hybridflow.models.files.probe import layer_facts
+from hybridflow.models.files.size import matmul_parameters
 from hybridflow.models.policy import PolicyModel, use_attention
-from hybridflow.models.probe import layer_facts
-from hybridflow.models.size import matmul_parameters
 
 GIB = 2**30
 NAMES = (

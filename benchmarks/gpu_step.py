@@ -9,9 +9,9 @@ of 512 tokens, every response 512 tokens, mini-batches of 64. A step is the time
 end of the next: loader, generation, reward, reference, values, both updates, logging; the first one, which
 warms up, does not count.
 
-The roofline of a part: passes and updates have their FLOPs (those of `hybridflow.models.size`) over the rate
-of a large matrix product; generation has those of its prefill, and the bytes that decoding reads over the
-bandwidth of a copy. Both ceilings are measured here, before the run. Writes
+The roofline of a part: passes and updates have their FLOPs (those of `hybridflow.models.files.size`) over the
+rate of a large matrix product; generation has those of its prefill, and the bytes that decoding reads over
+the bandwidth of a copy. Both ceilings are measured here, before the run. Writes
 `benchmarks/results/gpu_step.json` and `.md`.
 """
 
@@ -33,8 +33,8 @@ from transformers import PreTrainedModel
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.load import prepare_config
+from hybridflow.models.files.size import matmul_parameters, workload_of
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.size import matmul_parameters, workload_of
 from hybridflow.trainer.ppo.build import build
 
 GOAL = 10.0

@@ -10,7 +10,7 @@ responses (`life`). An update is the whole of it: packing, forward, backward, gr
 parameters with their optimizer take more memory than one device has.
 
 The ceiling is the rate of a large bfloat16 matrix product, measured here. FLOPs are those of
-`hybridflow.models.size`: what gradient checkpointing computes again does not count. Writes
+`hybridflow.models.files.size`: what gradient checkpointing computes again does not count. Writes
 `benchmarks/results/gpu_update.json` and `.md`.
 """
 
@@ -31,9 +31,9 @@ from torch import Tensor
 from hybridflow.config.model import OptimConfig
 from hybridflow.engines import BatchLimits, OutputSpec
 from hybridflow.engines.fsdp import FSDPEngine
-from hybridflow.models.build import enable_gradient_checkpointing, without_dropout
+from hybridflow.models.files.build import enable_gradient_checkpointing, without_dropout
+from hybridflow.models.files.size import matmul_parameters, workload_of
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.size import matmul_parameters, workload_of
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows

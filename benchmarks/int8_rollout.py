@@ -300,7 +300,7 @@ def serve(folder: str) -> None:
     """A side: one number of threads. A question is a number of rows and of rounds."""
     import torch
 
-    from hybridflow.models.build import build_policy
+    from hybridflow.models.files.build import build_policy
     from hybridflow.rollout.native.engine import NativeEngine
 
     torch.set_grad_enabled(False)

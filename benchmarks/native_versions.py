@@ -67,7 +67,7 @@ def serve(model: Path, rows: int) -> None:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from hybridflow.models.build import build_policy
+    from hybridflow.models.files.build import build_policy
     from hybridflow.protocol.prompt import Prompt
     from hybridflow.rollout.base import GenerationRequest, SamplingParams
     from hybridflow.rollout.native.engine import NativeEngine

@@ -95,7 +95,7 @@ rounded weights have `{corrected}`; the last line never corrects.
 
 def engines(policy: PolicyModel) -> dict[str, NativeEngine]:
     """An engine of each kind on one policy, rounded, with the CPU seconds and bytes of that in `rounded`."""
-    from hybridflow.models.quantized_copy import QuantizedCopy
+    from hybridflow.models.copies.quantized_copy import QuantizedCopy
     from hybridflow.rollout.native.engine import NativeEngine
 
     made = {WHOLE: NativeEngine(policy, eos_token_ids=[])}
@@ -192,7 +192,7 @@ def measure_model(folder: str) -> dict[str, Any]:
     """Speed, memory and gap of the model in `folder`."""
     import torch
 
-    from hybridflow.models.build import build_policy
+    from hybridflow.models.files.build import build_policy
 
     torch.set_num_threads(1)
     with torch.no_grad():

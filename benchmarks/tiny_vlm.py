@@ -19,8 +19,8 @@ from transformers import (
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
-from hybridflow.models.build import auto_class
-from hybridflow.models.progress import without_progress_bars
+from hybridflow.models.files.build import auto_class
+from hybridflow.models.files.progress import without_progress_bars
 from hybridflow.models.tiny import word_tokenizer
 
 PICTURE = 16

@@ -42,8 +42,8 @@ def make_weights(megabytes: int) -> dict[str, torch.Tensor]:
 
 def receive(megabytes: int, *, summed: bool) -> None:
     """The process that has the engine's weights: takes a push, or a plain copy, for each question."""
-    from hybridflow.rollout.push import receiver
-    from hybridflow.rollout.push.transports import SharedMemoryReader
+    from hybridflow.weight_sync.wire import receiver
+    from hybridflow.weight_sync.wire.transports import SharedMemoryReader
 
     own = make_weights(megabytes)
     taker = receiver.Receiver()
@@ -77,8 +77,8 @@ def no_sum(tensor: torch.Tensor, box: Any) -> torch.Tensor:
 
 def across(options: argparse.Namespace) -> dict[str, list[float]]:
     """Seconds of each way of bringing the weights to another process."""
-    from hybridflow.rollout.push import sender
-    from hybridflow.rollout.push.transports import SharedMemoryWriter
+    from hybridflow.weight_sync.wire import sender
+    from hybridflow.weight_sync.wire.transports import SharedMemoryWriter
 
     weights = make_weights(options.megabytes)
     bit_sum = sender.bit_sum

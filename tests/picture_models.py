@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from PIL import Image
 
-from hybridflow.models.build import build_policy
+from hybridflow.models.files.build import build_policy
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows

@@ -25,7 +25,7 @@ from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.episodes.planning import sampling_of
 from hybridflow.trainer.ppo.columns import group_ids
 from hybridflow.trainer.ppo.data_metrics import batch_metrics
-from hybridflow.trainer.ppo.worker_groups import worker_groups
+from hybridflow.trainer.roles.worker_groups import worker_groups
 from hybridflow.trainer.run import huggingface_writer
 from hybridflow.workers import ReferenceWorker
 from hybridflow.workers.mini_batches import MiniBatchPlan

@@ -17,7 +17,7 @@ from hybridflow.controller import Dispatch, RankInfo, Worker, WorkerGroup, regis
 from hybridflow.data.build import build_prompt_data
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.episodes.planning import sampling_of
-from hybridflow.trainer.ppo.worker_groups import worker_groups
+from hybridflow.trainer.roles.worker_groups import worker_groups
 
 
 class Repetition(Worker):

@@ -30,7 +30,6 @@ REPEATED: dict[str, int] = {
     "Part": 2,
     "Phase": 2,
     "Piece": 4,
-    "Places": 2,
     "Row": 2,
     "Rows": 3,
     "Rule": 2,

@@ -19,7 +19,7 @@ LINES = [
     ["config", "protocol", "algorithms"],
     ["data", "distributed", "observability", "sandbox"],
     ["controller", "kernels", "planner", "processes", "stop_token"],
-    ["models", "tools"],
+    ["models", "tools", "weight_sync.wire"],
     ["engines", "rollout"],
     ["weight_sync", "checkpoint", "rewards"],
     ["environments"],
@@ -41,7 +41,7 @@ DOORS = {
     "vllm": ("rollout.vllm",),
     "sglang": ("rollout.sglang",),
     "megatron": ("engines.megatron",),
-    "peft": ("models.lora",),
+    "peft": ("models.adapters.lora",),
     "transformers": ("models", "data.tokenizer", "data.processor", "rollout.hf"),
     "wandb": ("observability.trackers.adapters",),
     "mlflow": ("observability.trackers.adapters",),
@@ -67,8 +67,10 @@ def own(target: str) -> str | None:
 
 
 def place_of(module: str) -> str:
-    """The name by which a module has its line: its own, else its room's."""
-    return module if module in LINE_OF else module.split(".")[0]
+    """The name by which a module has its line: its own, that of the room within a room, else its room's."""
+    parts = module.split(".")
+    names = [".".join(parts[:length]) for length in range(len(parts), 0, -1)]
+    return next((name for name in names if name in LINE_OF), parts[0])
 
 
 def test_every_room_has_its_line() -> None:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from hybridflow.models.attention import PackedLayout, attend_allowed, kernel_of
-from hybridflow.models.scores import Scores, causal_mask, masked_attention
+from hybridflow.models.attention.layouts import PackedLayout, attend_allowed, kernel_of
+from hybridflow.models.attention.scores import Scores, causal_mask, masked_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 FAST = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.CUDNN_ATTENTION]

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from hybridflow.models import log_probs
-from hybridflow.models.attention_kernels import _varlen_groups
-from hybridflow.models.joined_head import joined_head
+from hybridflow.models.attention.kernels import _varlen_groups
+from hybridflow.models.heads import log_probs
+from hybridflow.models.heads.joined_head import joined_head
 from hybridflow.models.norms import join_norms
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]

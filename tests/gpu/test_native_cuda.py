@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel, Qwen2Config
 
-from hybridflow.models.paged_kernel import varlen_kernel
+from hybridflow.models.attention.paged_kernel import varlen_kernel
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from hybridflow.distributed.shards import Box, bit_sum
-from hybridflow.rollout.push.receiver import Receiver
-from hybridflow.rollout.push.sender import push
+from hybridflow.weight_sync.wire.receiver import Receiver
+from hybridflow.weight_sync.wire.sender import push
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 HERE = Receiver()

@@ -21,7 +21,7 @@ from sharded_runs import Run, save_tiny  # noqa: E402
 
 from hybridflow.config.model import FSDPConfig  # noqa: E402
 from hybridflow.engines import BatchLimits  # noqa: E402
-from hybridflow.models.lora import LoraSettings  # noqa: E402
+from hybridflow.models.adapters.lora import LoraSettings  # noqa: E402
 from hybridflow.models.tiny import create_tiny_model  # noqa: E402
 
 ALL = (tuple(range(7)),)

@@ -19,7 +19,7 @@ sys.path[:0] = [str(TESTS / "unit" / "rollout")]
 from rollout_models import prompts, requests_for, run  # noqa: E402
 from serving import TOKENIZER, ids, serve_client  # noqa: E402
 
-from hybridflow.models.build import build_policy  # noqa: E402
+from hybridflow.models.files.build import build_policy  # noqa: E402
 from hybridflow.models.tiny import create_tiny_model  # noqa: E402
 from hybridflow.protocol.prompt import Prompt  # noqa: E402
 from hybridflow.rollout.base import GenerationRequest, SamplingParams  # noqa: E402

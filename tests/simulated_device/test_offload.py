@@ -16,7 +16,7 @@ from hybridflow.config.model import FSDPConfig, OptimConfig
 from hybridflow.distributed.accelerators import features
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.engines.fsdp.offload import ActivationOffload
-from hybridflow.models.attention_kernels import _varlen_groups
+from hybridflow.models.attention.kernels import _varlen_groups
 from ranks import Ranks
 
 SIM = torch.device("sim", 0)

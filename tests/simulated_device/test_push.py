@@ -14,9 +14,9 @@ from torch import Tensor
 
 from hybridflow.distributed.shards import Box, bit_sum
 from hybridflow.errors import RolloutError
-from hybridflow.rollout.push import sender as sending
-from hybridflow.rollout.push.receiver import NOTHING, Receiver
-from hybridflow.rollout.push.sender import Transport, checked, push
+from hybridflow.weight_sync.wire import sender as sending
+from hybridflow.weight_sync.wire.receiver import NOTHING, Receiver
+from hybridflow.weight_sync.wire.sender import Transport, checked, push
 from ranks import forked
 
 SIM = torch.device("sim", 0)

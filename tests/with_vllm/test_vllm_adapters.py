@@ -13,15 +13,15 @@ from vllm_models import EOS, requests_for, tiny
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.errors import RolloutError
-from hybridflow.models.export import plain_weights
-from hybridflow.models.lora import LoraSettings, add_lora, is_adapter
+from hybridflow.models.adapters.lora import LoraSettings, add_lora, is_adapter
+from hybridflow.models.files.export import plain_weights
 from hybridflow.models.policy import PolicyModel
-from hybridflow.rollout.push.receiver import NOTHING
-from hybridflow.rollout.push.transports import MEMORY
 from hybridflow.rollout.remote.model import ModelFacts
 from hybridflow.rollout.vllm.build import build_vllm_engine
 from hybridflow.rollout.vllm.engine import VLLMEngine
 from hybridflow.weight_sync.push import LocalPush
+from hybridflow.weight_sync.wire.receiver import NOTHING
+from hybridflow.weight_sync.wire.transports import MEMORY
 
 TOLERANCE = 5e-4
 """nats. One multiplies base and adapters apart, the other together, and these adapters are large:

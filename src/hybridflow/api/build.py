@@ -16,7 +16,7 @@ def load_trained(checkpoint: Path) -> tuple[Any, Any]:
     """
     from hybridflow.data.tokenizer import load_tokenizer
     from hybridflow.merger import merge
-    from hybridflow.models.build import load_saved
+    from hybridflow.models.files.build import load_saved
 
     folder = checkpoint / ACTOR / HF_FOLDER
     with TemporaryDirectory(prefix=".merged_", dir=checkpoint.parent) as merged:
@@ -28,7 +28,7 @@ def load_trained(checkpoint: Path) -> tuple[Any, Any]:
 def save_loaded(model: Any, tokenizer: Any, folder: Path) -> None:
     """Write a loaded model and its tokenizer into a folder."""
     from hybridflow.data.tokenizer import save_tokenizer
-    from hybridflow.models.progress import without_progress_bars
+    from hybridflow.models.files.progress import without_progress_bars
 
     with without_progress_bars():
         model.save_pretrained(folder)

@@ -194,7 +194,7 @@ def import_gguf(options: argparse.Namespace) -> int:
     setup_logging()
     with progress.shown():
         with progress.phase("importing torch and transformers"):
-            from hybridflow.models.gguf import import_gguf as convert
+            from hybridflow.models.files.gguf import import_gguf as convert
 
         with progress.phase("converting the GGUF file"):
             convert(options.file, options.target, dtype=options.dtype)

@@ -20,7 +20,7 @@ from hybridflow.data.tokenizer import Tokenizer, load_tokenizer, text_of
 from hybridflow.distributed.device import resolve_device
 from hybridflow.episodes.planning import sampling_of
 from hybridflow.errors import RolloutError
-from hybridflow.models.build import build_policy, generation_end_tokens
+from hybridflow.models.files.build import build_policy, generation_end_tokens
 from hybridflow.rollout.build import build_rollout_engine
 
 

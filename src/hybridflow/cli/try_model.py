@@ -19,7 +19,7 @@ from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer, text_of
 from hybridflow.distributed.device import resolve_device
-from hybridflow.models.build import build_policy, generation_end_tokens
+from hybridflow.models.files.build import build_policy, generation_end_tokens
 from hybridflow.observability.progress import progress
 from hybridflow.processes.local import LocalHosts
 from hybridflow.protocol.prompt import Prompt

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 KEY = "actor_rollout_ref.rollout.name"
 NATIVE_KINDS = ("int8", "fp8", "float16")
-"""Kinds that the native engine rounds to: those of `models/quantized_weights.py`."""
+"""Kinds that the native engine rounds to: those of `models/copies/quantized_weights.py`."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The processes of a run, the pools of its roles, and the layout of a model over them, by the keys alone.
 
 Each role has its keys as dotted paths: those of its model, its layout and its updates.
-`trainer/ppo/roles.py` has the classes of the same roles.
+`trainer/roles/roles.py` has the classes of the same roles.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
     rows [B, T] ──split──► micro-batches ──pack──► module ──unpack──► answers [b, R] ──loss──► gradients
     ──step──► parameters
 
-The engine never sees an algorithm, and nobody above it calls the module. It is handed an `OutputSpec`, which names
-the numbers wanted of each token, and a `LossFn`, whose result is minimised.
+The engine never sees an algorithm, and nobody above it calls the module. It is handed an `OutputSpec`, which
+names the numbers wanted of each token, and a `LossFn`, whose result is minimised.
 """
 
 from __future__ import annotations

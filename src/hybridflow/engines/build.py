@@ -24,18 +24,18 @@ from hybridflow.engines.fsdp.offload import ActivationOffload
 from hybridflow.engines.fsdp.sharding import shard, widen_trained
 from hybridflow.engines.pipeline import PipelineEngine
 from hybridflow.errors import HybridFlowError, ModelError
+from hybridflow.models.adapters.lora import LoraSettings, add_lora, init_lora
 from hybridflow.models.blocks import compile_blocks, decoder_blocks
-from hybridflow.models.build import Kind, build_policy, build_value, resolve_dtype
-from hybridflow.models.build_score import build_score
-from hybridflow.models.expert_parallel import apply_expert_parallel
-from hybridflow.models.experts import routers
-from hybridflow.models.lora import LoraSettings, add_lora, init_lora
+from hybridflow.models.experts.layers import routers
+from hybridflow.models.files.build import Kind, build_policy, build_value, resolve_dtype
+from hybridflow.models.files.build_score import build_score
+from hybridflow.models.files.probe_architecture import probe_architecture
+from hybridflow.models.files.sharded_load import MetaModel, load_weights, materialise, meta_model
+from hybridflow.models.parallel.expert_parallel import apply_expert_parallel
+from hybridflow.models.parallel.stages import Stage
+from hybridflow.models.parallel.tensor_parallel import apply_tensor_parallel
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.probe_architecture import probe_architecture
 from hybridflow.models.score import HEAD_NAMES, ScoreModel
-from hybridflow.models.sharded_load import MetaModel, load_weights, materialise, meta_model
-from hybridflow.models.stages import Stage
-from hybridflow.models.tensor_parallel import apply_tensor_parallel
 from hybridflow.models.value import ValueModel
 from hybridflow.models.vision import settle_tower
 

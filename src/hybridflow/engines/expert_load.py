@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from hybridflow.distributed.mesh import EngineMesh
 from hybridflow.engines.micro_batches import MicroBatch
-from hybridflow.models.experts import count_choices
+from hybridflow.models.experts.layers import count_choices
+from hybridflow.models.experts.routing import Routing
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.routing import Routing
 from hybridflow.observability.metrics import Metrics
 
 

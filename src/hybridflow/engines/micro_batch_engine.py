@@ -31,8 +31,8 @@ from hybridflow.engines.base import BatchLimits, LossFn
 from hybridflow.engines.micro_batches import MicroBatch, plan
 from hybridflow.engines.optimizer import MasterAdamW, learning_rate
 from hybridflow.errors import TrainingError
+from hybridflow.models.experts.routing import LIVE
 from hybridflow.models.output_spec import Outputs, OutputSpec
-from hybridflow.models.routing import LIVE
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 

@@ -38,9 +38,9 @@ from hybridflow.engines.fsdp.engine import FSDPEngine
 from hybridflow.engines.fsdp.sharding import choose_reduction, reshard, sharded_modules
 from hybridflow.engines.micro_batch_engine import Accumulated
 from hybridflow.engines.micro_batches import MicroBatch
+from hybridflow.models.experts.routing import LIVE
 from hybridflow.models.output_spec import Outputs, OutputSpec
-from hybridflow.models.routing import LIVE
-from hybridflow.models.stages import Part, Stage
+from hybridflow.models.parallel.stages import Part, Stage
 from hybridflow.observability.progress import progress
 from hybridflow.protocol import DataProto
 

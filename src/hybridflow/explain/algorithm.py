@@ -137,7 +137,7 @@ def _kl_in_reward(run: Run) -> list[Formula]:
 def _kl_estimator(run: Run, key: str) -> Formula:
     kind = run[key]
     if kind == "full":
-        return _known("exact KL over the vocabulary", "models.full_kl:full_kl", run.number("", key))
+        return _known("exact KL over the vocabulary", "models.heads.full_kl:full_kl", run.number("", key))
     notes: tuple[str, ...] = ()
     if kind.endswith("+"):
         notes = ("its gradient is that of k2: ½(x − y)²",)

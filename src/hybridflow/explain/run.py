@@ -20,10 +20,10 @@ from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.controller import Placement
 from hybridflow.distributed.accelerators import features, is_accelerator
 from hybridflow.distributed.device import resolve_device
-from hybridflow.models.build import describe_model, resolve_dtype, shape_of
-from hybridflow.models.lora import LoraSettings
-from hybridflow.models.size import size_of
-from hybridflow.models.stages import layers_of_parts
+from hybridflow.models.adapters.lora import LoraSettings
+from hybridflow.models.files.build import describe_model, resolve_dtype, shape_of
+from hybridflow.models.files.size import size_of
+from hybridflow.models.parallel.stages import layers_of_parts
 from hybridflow.planner.memory import Needs, RoleEngine, phases_of_pool
 from hybridflow.planner.model_size import ModelSize
 from hybridflow.planner.run_plan import PoolPlan, RunPlan

@@ -28,12 +28,18 @@ from torch import Tensor
 from hybridflow.config.explain import format_bytes
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.merger.source import Source, folder_dtype
-from hybridflow.models.adapter_folder import CONFIG, PREFIX, WEIGHTS
-from hybridflow.models.build import build_policy
-from hybridflow.models.export import give_usual_modes, save_hf
-from hybridflow.models.lora import LoraSettings, adapter_part, add_lora, fold_adapters, load_with_peft
+from hybridflow.models.adapters.adapter_folder import CONFIG, PREFIX, WEIGHTS
+from hybridflow.models.adapters.lora import (
+    LoraSettings,
+    adapter_part,
+    add_lora,
+    fold_adapters,
+    load_with_peft,
+)
+from hybridflow.models.files.build import build_policy
+from hybridflow.models.files.export import give_usual_modes, save_hf
+from hybridflow.models.files.probe import difference, probe_log_probs, probe_tolerance
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.probe import difference, probe_log_probs, probe_tolerance
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from hybridflow.checkpoint.manifest import read_manifest
 from hybridflow.checkpoint.shard_index import SavedTensors, read_tensors
 from hybridflow.checkpoint.state import write_tensors
 from hybridflow.errors import CheckpointError
-from hybridflow.models.adapter_folder import CONFIG, read_adapter_config, write_adapter_weights
-from hybridflow.models.export import ADAPTER_FOLDER
-from hybridflow.models.lora import adapter_part, is_adapter
+from hybridflow.models.adapters.adapter_folder import CONFIG, read_adapter_config, write_adapter_weights
+from hybridflow.models.adapters.lora import adapter_part, is_adapter
+from hybridflow.models.files.export import ADAPTER_FOLDER
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,7 @@ from transformers import AttentionInterface
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from hybridflow.errors import ModelError
-from hybridflow.models.attention import ATTENTION_NAME, attention
+from hybridflow.models.attention.layouts import ATTENTION_NAME, attention
 from hybridflow.models.policy import PolicyModel, choose_attention
 from hybridflow.models.value import ValueModel
 

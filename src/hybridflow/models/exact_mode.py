@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from hybridflow.models.attention import Layout
-from hybridflow.models.scores import Scores
+from hybridflow.models.attention.layouts import Layout
+from hybridflow.models.attention.scores import Scores
 
 MIN_ROWS = 16
 """Least number of rows of a dense layer; below it, matrix libraries choose other kernels."""

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, rms_norm
 
-from hybridflow.models.attention import Layout
-from hybridflow.models.kv_cache import LayerShape
-from hybridflow.models.scores import Scores
+from hybridflow.models.attention.layouts import Layout
+from hybridflow.models.attention.scores import Scores
+from hybridflow.models.cache.kv_cache import LayerShape
 
 _BASE = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _LAYER = {"input_layernorm", "self_attn", "post_attention_layernorm", "mlp"}

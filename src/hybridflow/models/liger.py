@@ -2,7 +2,7 @@
 
 Norms and gated layers of the model get another `forward`. Rotary positions are a function of the
 architecture's module, so on CUDA all models of that architecture in the process use Liger's. Liger's losses
-are not used: `models/log_probs.py` computes log-probs.
+are not used: `models/heads/log_probs.py` computes log-probs.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from transformers import PreTrainedModel
 
 from hybridflow.distributed.accelerators import features
 from hybridflow.errors import ConfigError, ModelError, install_extra
+from hybridflow.models.files.probe import difference, probe_log_probs, probe_tolerance
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.probe import difference, probe_log_probs, probe_tolerance
 
 PACKAGE = "liger_kernel"
 

@@ -1,6 +1,6 @@
 """The call of a module that gives what is wanted of packed rows.
 
-OutputSpec ──outputs_of──► PolicyModel, ValueModel or ScoreModel on packed rows ──► {name: [M]}, M predicted tokens
+OutputSpec ──outputs_of──► PolicyModel, ValueModel or ScoreModel ──► {name: [M]}, M predicted tokens
 """
 
 from __future__ import annotations

@@ -17,18 +17,18 @@ from transformers import AttentionInterface
 
 from hybridflow.distributed.shards import Box, bit_sum
 from hybridflow.errors import ModelError
-from hybridflow.models.attention import ATTENTION_NAME, Layout, PackedLayout, attention
+from hybridflow.models.attention.layouts import ATTENTION_NAME, Layout, PackedLayout, attention
+from hybridflow.models.attention.rope import check_lengths, rotate_rows_alone
+from hybridflow.models.attention.shared_tokens import SharedTokens
 from hybridflow.models.exact_mode import ExactMode
-from hybridflow.models.experts import ExactExperts
+from hybridflow.models.experts.layers import ExactExperts
+from hybridflow.models.experts.routing import RouteTape, Routing
 from hybridflow.models.flat_decoder import Decoder, choose_decoder
 from hybridflow.models.float64 import compute_in_float64
-from hybridflow.models.full_kl import HeadInputs, full_kl
-from hybridflow.models.log_probs import LogitTransform, TokenOutputs, token_log_probs
+from hybridflow.models.heads.full_kl import HeadInputs, full_kl
+from hybridflow.models.heads.log_probs import LogitTransform, TokenOutputs, token_log_probs
 from hybridflow.models.norms import join_norms
-from hybridflow.models.rope import check_lengths, rotate_rows_alone
-from hybridflow.models.routing import RouteTape, Routing
-from hybridflow.models.sequence_parallel import SequenceCut
-from hybridflow.models.shared_tokens import SharedTokens
+from hybridflow.models.parallel.sequence_parallel import SequenceCut
 from hybridflow.models.vision import TextInputs, Vision, placeholder_ids, reads_media
 
 if TYPE_CHECKING:
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
     from hybridflow.distributed.mesh import Column
-    from hybridflow.models.quantized_weights import QuantizedWeight
+    from hybridflow.models.copies.quantized_weights import QuantizedWeight
     from hybridflow.protocol.packing import PackedBatch, PlacedMedium
 
 

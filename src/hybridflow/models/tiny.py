@@ -31,7 +31,7 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from hybridflow.models.progress import without_progress_bars
+from hybridflow.models.files.progress import without_progress_bars
 
 UNKNOWN = "<unk>"
 PAD = "<|pad|>"

@@ -1,5 +1,5 @@
-"""The sizes of a model, as plain numbers: counted on the meta device (`models/size.py`) or from config.json
-alone (`model_shape.py`).
+"""The sizes of a model, as plain numbers: counted on the meta device (`models/files/size.py`) or from
+config.json alone (`model_shape.py`).
 """
 
 from __future__ import annotations

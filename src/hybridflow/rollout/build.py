@@ -9,9 +9,9 @@ import torch
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.distributed.process_group import ReplicaRanks
 from hybridflow.errors import ConfigError
-from hybridflow.models.lora import LoraSettings
+from hybridflow.models.adapters.lora import LoraSettings
+from hybridflow.models.copies.quantized_copy import QuantizedCopy
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.quantized_copy import QuantizedCopy
 from hybridflow.rollout.base import RolloutEngine, WeightSource
 
 

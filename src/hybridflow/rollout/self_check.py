@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import torch
 
+from hybridflow.models.attention.rope import longest_generated
 from hybridflow.models.exact_mode import ExactMode
+from hybridflow.models.files.probe import varied_tokens
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.probe import varied_tokens
-from hybridflow.models.rope import longest_generated
 from hybridflow.models.vision import Vision
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows, pack

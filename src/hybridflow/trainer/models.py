@@ -13,9 +13,9 @@ from hybridflow.config.needs import has_own_reference, needs_reference
 from hybridflow.data.remote import hub_folder
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.errors import ModelError
-from hybridflow.models.build import generation_end_tokens, import_external, shape_of
+from hybridflow.models.files.build import generation_end_tokens, import_external, shape_of
+from hybridflow.models.files.size import active_parameters, workload_of
 from hybridflow.models.liger import check_liger
-from hybridflow.models.size import active_parameters, workload_of
 from hybridflow.protocol.balancing import Workload
 
 

@@ -13,8 +13,8 @@ from torch import Tensor
 
 from hybridflow.distributed.process_group import ReplicaRanks
 from hybridflow.distributed.shards import Box, bit_sum
+from hybridflow.models.copies.twin import Twin
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.twin import Twin
 
 Take = Callable[[str, Callable[[], Tensor]], Tensor]
 """(name of a tensor, function that computes its checksum) -> its checksum."""

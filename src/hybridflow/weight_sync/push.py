@@ -23,8 +23,8 @@ from hybridflow.distributed.process_group import gather_objects, rank_and_size
 from hybridflow.distributed.shards import Box
 from hybridflow.engines import TrainEngine
 from hybridflow.errors import RolloutError
-from hybridflow.models.export import plain_weights, whole_tensors
-from hybridflow.models.lora import adapter_config, adapter_tensors, base_name
+from hybridflow.models.adapters.lora import adapter_config, adapter_tensors, base_name
+from hybridflow.models.files.export import plain_weights, whole_tensors
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import RolloutEngine, SomeWeights
 from hybridflow.rollout.vllm.engine import VLLMEngine

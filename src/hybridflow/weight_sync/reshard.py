@@ -24,7 +24,7 @@ from hybridflow.distributed.process_group import gather_objects, min_over, rank_
 from hybridflow.distributed.shards import Box, bit_sum
 from hybridflow.engines import Held, TrainEngine
 from hybridflow.errors import RolloutError
-from hybridflow.models.twin import Twin
+from hybridflow.models.copies.twin import Twin
 from hybridflow.rollout.base import WeightSource
 from hybridflow.weight_sync.holding import Holding, Take, anew, explain_difference, first_difference
 from hybridflow.weight_sync.plan import Boxes, Parameter, Plan, Route, make_plan

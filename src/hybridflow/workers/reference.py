@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from hybridflow.controller import Dispatch, register
 from hybridflow.engines import BatchLimits, OutputSpec, TrainEngine
 from hybridflow.errors import ModelError
-from hybridflow.models.full_kl import HeadInputs
+from hybridflow.models.heads.full_kl import HeadInputs
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import PackedBatch

@@ -15,9 +15,9 @@ from hybridflow.data.remote import hub_folder
 from hybridflow.data.tokenizer import load_tokenizer, text_of
 from hybridflow.distributed.process_group import ReplicaRanks, rank_and_size
 from hybridflow.engines import TrainEngine
-from hybridflow.models.build import build_policy, override_in_full, resolve_dtype
-from hybridflow.models.lora import LoraSettings, add_lora
-from hybridflow.models.twin import Twin
+from hybridflow.models.adapters.lora import LoraSettings, add_lora
+from hybridflow.models.copies.twin import Twin
+from hybridflow.models.files.build import build_policy, override_in_full, resolve_dtype
 from hybridflow.rollout.base import RolloutEngine, WeightSource
 from hybridflow.rollout.build import build_rollout_engine
 from hybridflow.rollout.native.engine import NativeEngine

@@ -16,8 +16,8 @@ from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.cli import serve
 from hybridflow.cli.main import main, parser
 from hybridflow.data.tokenizer import load_tokenizer
-from hybridflow.models.build import build_policy
-from hybridflow.models.export import save_config
+from hybridflow.models.files.build import build_policy
+from hybridflow.models.files.export import save_config
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.rollout.server.build import ServeSettings
 

@@ -22,7 +22,7 @@ from hybridflow.data.files import Rows, load_rows
 from hybridflow.data.remote import hub_folder
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import ConfigError, DataError, ModelError
-from hybridflow.models.build import load_config
+from hybridflow.models.files.build import load_config
 
 ROWS = [{"prompt": f"q{i}", "n": i, "extra_info": {"index": i}} for i in range(5)]
 

@@ -19,8 +19,8 @@ from hybridflow.cli.main import main
 from hybridflow.data.remote import HubUpload
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import ConfigError
-from hybridflow.models.build import build_policy
-from hybridflow.models.export import save_config
+from hybridflow.models.files.build import build_policy
+from hybridflow.models.files.export import save_config
 from hybridflow.models.tiny import create_tiny_model
 
 RIGHT = "hf_right"

@@ -17,7 +17,7 @@ from hybridflow.distributed.accelerators import check_package, features, is_acce
 from hybridflow.distributed.device import resolve_device, set_current
 from hybridflow.distributed.facilities import Facilities, facilities
 from hybridflow.errors import ConfigError
-from hybridflow.models.build import resolve_dtype
+from hybridflow.models.files.build import resolve_dtype
 
 
 def test_the_key_takes_every_device_of_the_table() -> None:

@@ -14,8 +14,8 @@ from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.distributed.process_group import rank_and_size
 from hybridflow.engines import BatchLimits, OutputSpec
 from hybridflow.engines.build import build_engine
-from hybridflow.models.build import build_policy
-from hybridflow.models.lora import LoraSettings
+from hybridflow.models.adapters.lora import LoraSettings
+from hybridflow.models.files.build import build_policy
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from picture_models import picture_prompt, rows_with_media

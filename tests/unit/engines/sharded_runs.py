@@ -22,7 +22,7 @@ from hybridflow.engines import BatchLimits, LossFn, OutputSpec
 from hybridflow.engines.build import build_engine
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.errors import TrainingError
-from hybridflow.models.lora import LoraSettings
+from hybridflow.models.adapters.lora import LoraSettings
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.workers.losses import critic_loss, find_policy_loss, policy_loss

@@ -16,9 +16,9 @@ from hybridflow.checkpoint.sharded import load_shards
 from hybridflow.distributed.shards import is_absent
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.merger import merge
-from hybridflow.models.build import build_policy
+from hybridflow.models.copies.twin import Twin
+from hybridflow.models.files.build import build_policy
 from hybridflow.models.tiny import create_tiny_model
-from hybridflow.models.twin import Twin
 from hybridflow.weight_sync.reshard import GatheredTwin
 from hybridflow.workers.state import StatefulWorker
 from ranks import Ranks

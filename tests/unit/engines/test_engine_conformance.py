@@ -30,7 +30,7 @@ from hybridflow.config.model import OptimConfig
 from hybridflow.distributed.shards import Box
 from hybridflow.engines import BatchLimits, LossFn, OutputSpec, TrainEngine
 from hybridflow.errors import CheckpointError, ConfigError, TrainingError
-from hybridflow.models.lora import LoraSettings, add_lora
+from hybridflow.models.adapters.lora import LoraSettings, add_lora
 from hybridflow.models.policy import PolicyModel
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto

@@ -20,9 +20,9 @@ from hybridflow.distributed.process_group import rank_and_size
 from hybridflow.engines import BatchLimits, OutputSpec
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.errors import ModelError
-from hybridflow.models.lora import LoraSettings
+from hybridflow.models.adapters.lora import LoraSettings
+from hybridflow.models.copies.twin import Twin
 from hybridflow.models.tiny import create_tiny_model
-from hybridflow.models.twin import Twin
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import ROUTES
 from hybridflow.weight_sync.reshard import GatheredTwin

@@ -19,9 +19,9 @@ from hybridflow.distributed.shards import is_absent
 from hybridflow.engines import BatchLimits, OutputSpec
 from hybridflow.engines.pipeline import Pass, one_forward_one_backward
 from hybridflow.errors import ModelError
-from hybridflow.models.lora import LoraSettings
+from hybridflow.models.adapters.lora import LoraSettings
+from hybridflow.models.parallel.stages import Stage, check_stages, cut_layers
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.stages import Stage, check_stages, cut_layers
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import ROUTES

@@ -20,7 +20,7 @@ from hybridflow.distributed.shards import local
 from hybridflow.engines import OutputSpec
 from hybridflow.engines.fsdp.sharding import sharded_modules
 from hybridflow.models.blocks import decoder_blocks
-from hybridflow.models.size import size_of
+from hybridflow.models.files.size import size_of
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.planner.memory import RoleEngine, engine_needs
 from hybridflow.planner.model_shape import load_shape

@@ -12,7 +12,7 @@ from sharded_runs import Run, save_tiny, train
 
 from hybridflow.config.model import FSDPConfig
 from hybridflow.engines import BatchLimits
-from hybridflow.models.lora import LoraSettings
+from hybridflow.models.adapters.lora import LoraSettings
 from ranks import Ranks
 
 ALL = tuple(range(7))

@@ -23,8 +23,8 @@ from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.engines.micro_batch_engine import Accumulated, MicroBatchEngine
 from hybridflow.engines.micro_batches import MicroBatch
 from hybridflow.engines.optimizer import MasterAdamW
-from hybridflow.models.attention import PackedLayout
-from hybridflow.models.log_probs import token_log_probs
+from hybridflow.models.attention.layouts import PackedLayout
+from hybridflow.models.heads.log_probs import token_log_probs
 from hybridflow.models.output_spec import Outputs
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol.packing import PackedBatch

@@ -18,10 +18,10 @@ from hybridflow.distributed.shards import local
 from hybridflow.engines.build import build_engine
 from hybridflow.errors import ConfigError
 from hybridflow.explain.run import explain_run
-from hybridflow.models.build import build_policy
-from hybridflow.models.lora import LoraSettings
-from hybridflow.models.quantized_copy import QuantizedCopy
-from hybridflow.models.size import size_of
+from hybridflow.models.adapters.lora import LoraSettings
+from hybridflow.models.copies.quantized_copy import QuantizedCopy
+from hybridflow.models.files.build import build_policy
+from hybridflow.models.files.size import size_of
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.planner.memory import Needs, RoleEngine, engine_needs
 from picture_models import create_tiny_vlm

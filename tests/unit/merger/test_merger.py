@@ -18,12 +18,12 @@ from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import CheckpointError, ConfigError, ModelError
 from hybridflow.merger import compare, merge
 from hybridflow.merger.source import folder_dtype
-from hybridflow.models.adapter_folder import CONFIG, WEIGHTS
-from hybridflow.models.build import build_policy
-from hybridflow.models.export import ADAPTER_FOLDER, save_config, save_hf
-from hybridflow.models.lora import LoraSettings, adapted_layers, add_lora, saved_names
+from hybridflow.models.adapters.adapter_folder import CONFIG, WEIGHTS
+from hybridflow.models.adapters.lora import LoraSettings, adapted_layers, add_lora, saved_names
+from hybridflow.models.files.build import build_policy
+from hybridflow.models.files.export import ADAPTER_FOLDER, save_config, save_hf
+from hybridflow.models.files.probe import probe_log_probs
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.probe import probe_log_probs
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.models.value import ValueModel
 from ranks import Ranks

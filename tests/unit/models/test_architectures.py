@@ -7,9 +7,9 @@ import torch
 from zoo import SUPPORTED, eager_log_probs, packed_rows, tiny_hf, tiny_rows
 
 from hybridflow.errors import ModelError
-from hybridflow.models.build import enable_gradient_checkpointing
+from hybridflow.models.files.build import enable_gradient_checkpointing
+from hybridflow.models.files.probe import _alone, _packed, _rows, probe_policy
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.probe import _alone, _packed, _rows, probe_policy
 from hybridflow.models.value import ValueModel
 
 

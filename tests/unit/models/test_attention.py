@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from hybridflow.errors import ModelError
-from hybridflow.models.attention import PackedLayout, attention, make_buckets
-from hybridflow.models.scores import Scores
+from hybridflow.models.attention.layouts import PackedLayout, attention, make_buckets
+from hybridflow.models.attention.scores import Scores
 
 HEADS, KV_HEADS, DIM, VALUE_DIM = 4, 2, 6, 5
 

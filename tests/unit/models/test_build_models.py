@@ -16,9 +16,9 @@ from zoo import tiny_hf
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.distributed.device import resolve_device, set_threads
 from hybridflow.errors import ConfigError, ModelError
-from hybridflow.models.build import build_policy, build_value, load_config
-from hybridflow.models.export import save_hf
-from hybridflow.models.size import matmul_parameters, workload_of
+from hybridflow.models.files.build import build_policy, build_value, load_config
+from hybridflow.models.files.export import save_hf
+from hybridflow.models.files.size import matmul_parameters, workload_of
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows, pack

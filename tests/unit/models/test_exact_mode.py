@@ -8,9 +8,9 @@ import pytest
 import torch
 import zoo
 
+from hybridflow.models.attention.scores import Scores
 from hybridflow.models.exact_mode import ExactMode, even_rows
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.scores import Scores
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows, pack
 from hybridflow.protocol.prompt import Prompt

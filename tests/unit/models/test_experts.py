@@ -13,13 +13,19 @@ from safetensors import safe_open
 from torch import Tensor
 from zoo import SPARSE, VOCABULARY, packed_rows, tiny_hf, tiny_rows
 
-from hybridflow.models.build import build_policy
-from hybridflow.models.experts import EXPERTS_ONE_BY_ONE, experts_per_token, mlp_width, num_experts, routers
-from hybridflow.models.export import plain_weights, save_hf_sharded
-from hybridflow.models.lora import LoraSettings, adapted_layers, add_lora
+from hybridflow.models.adapters.lora import LoraSettings, adapted_layers, add_lora
+from hybridflow.models.copies.twin import Twin
+from hybridflow.models.experts.layers import (
+    EXPERTS_ONE_BY_ONE,
+    experts_per_token,
+    mlp_width,
+    num_experts,
+    routers,
+)
+from hybridflow.models.files.build import build_policy
+from hybridflow.models.files.export import plain_weights, save_hf_sharded
+from hybridflow.models.files.size import matmul_parameters
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.size import matmul_parameters
-from hybridflow.models.twin import Twin
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows, pack
 from hybridflow.protocol.prompt import Prompt

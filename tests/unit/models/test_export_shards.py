@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 from zoo import eager_log_probs, packed_rows, tiny_hf, tiny_rows
 
 from hybridflow.errors import ModelError
-from hybridflow.models.export import save_hf_sharded
-from hybridflow.models.lora import LoraSettings, adapted_layers, adapters_off, add_lora, init_lora
+from hybridflow.models.adapters.lora import LoraSettings, adapted_layers, adapters_off, add_lora, init_lora
+from hybridflow.models.files.export import save_hf_sharded
 from hybridflow.models.policy import PolicyModel
 from ranks import Ranks
 

@@ -12,11 +12,11 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from hybridflow.distributed.accelerators import features
-from hybridflow.models import attention as attending
-from hybridflow.models import attention_kernels as kernels
-from hybridflow.models import flex_kernel as flex
-from hybridflow.models.attention import PackedLayout, attend_allowed
-from hybridflow.models.scores import Scores, causal_mask, masked_attention
+from hybridflow.models.attention.layouts import PackedLayout, attend_allowed
+from hybridflow.models.attention.layouts import flex_kernel as flex
+from hybridflow.models.attention.layouts import kernels as kernels
+from hybridflow.models.attention.layouts import layouts as attending
+from hybridflow.models.attention.scores import Scores, causal_mask, masked_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 LENGTHS = [150, 3, 200, 128, 1]

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from zoo import packed_rows, tiny_hf, tiny_rows
 
-from hybridflow.models.build import enable_gradient_checkpointing
+from hybridflow.models.files.build import enable_gradient_checkpointing
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.value import ValueModel
 

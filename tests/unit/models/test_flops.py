@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig
 
-from hybridflow.models.size import workload_of
+from hybridflow.models.files.size import workload_of
 
 SIZES: dict[str, Any] = {
     "hidden_size": 64,

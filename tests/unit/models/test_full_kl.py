@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from zoo import packed_rows, tiny_hf, tiny_rows
 
-from hybridflow.models.full_kl import HeadInputs, full_kl
-from hybridflow.models.log_probs import LogitTransform
+from hybridflow.models.heads.full_kl import HeadInputs, full_kl
+from hybridflow.models.heads.log_probs import LogitTransform
 from hybridflow.models.policy import PolicyModel
 
 TOKENS, WIDTH, VOCABULARY = 11, 6, 9

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from hybridflow.cli.main import main
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import ConfigError, ModelError
-from hybridflow.models import gguf as own
-from hybridflow.models.gguf import import_gguf
+from hybridflow.models.files import gguf as own
+from hybridflow.models.files.gguf import import_gguf
 
 HIDDEN, INNER, HEADS, KV_HEADS, BLOCKS = 64, 96, 4, 2, 2
 TEMPLATE = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"

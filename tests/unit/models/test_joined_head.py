@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.models import joined_head, log_probs
-from hybridflow.models.log_probs import token_log_probs
+from hybridflow.models.heads import joined_head, log_probs
+from hybridflow.models.heads.log_probs import token_log_probs
 
 VOCABULARY = 50
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridflow.models.kv_cache import LayerShape, SlotCache, bytes_per_token
-from hybridflow.models.scores import Scores, masked_attention
-from hybridflow.models.span_layout import SpanLayout
+from hybridflow.models.attention.scores import Scores, masked_attention
+from hybridflow.models.attention.span_layout import SpanLayout
+from hybridflow.models.cache.kv_cache import LayerShape, SlotCache, bytes_per_token
 
 SHAPES = {0: LayerShape(2, 4, 4, torch.float32), 3: LayerShape(1, 6, 5, torch.float32)}
 

@@ -16,11 +16,11 @@ from transformers.models.llama import modeling_llama
 from zoo import tiny_hf
 
 from hybridflow.errors import ConfigError, ModelError
+from hybridflow.models.copies.twin import Twin
+from hybridflow.models.files.probe import probe_log_probs
 from hybridflow.models.flat_decoder import FlatDecoder
 from hybridflow.models.liger import check_liger, has_liger, patch_liger, use_liger_kernels
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.probe import probe_log_probs
-from hybridflow.models.twin import Twin
 
 CPU = torch.device("cpu")
 NAMES = ("apply_rotary_pos_emb", "LlamaRMSNorm", "LlamaMLP")

@@ -13,8 +13,13 @@ from torch.nn.functional import linear
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hybridflow.distributed.accelerators import features
-from hybridflow.models import log_probs as heads
-from hybridflow.models.log_probs import LogitTransform, chunk_tokens, log_probs_from_logits, token_log_probs
+from hybridflow.models.heads import log_probs as heads
+from hybridflow.models.heads.log_probs import (
+    LogitTransform,
+    chunk_tokens,
+    log_probs_from_logits,
+    token_log_probs,
+)
 
 M, H, V = 23, 8, 31
 
@@ -196,7 +201,7 @@ def test_kept_logits_give_the_bits_of_computed_ones(
     products = []
     chunk_bytes = 5 * V * 4
     for kept in (0, 2 * chunk_bytes, 5 * chunk_bytes):
-        monkeypatch.setattr("hybridflow.models.log_probs.KEPT_BYTES", kept)
+        monkeypatch.setattr("hybridflow.models.heads.log_probs.KEPT_BYTES", kept)
         hidden, weight, bias, targets = _inputs(torch.float32)
         with _Products() as counted:
             log_probs, entropy, *_ = token_log_probs(
@@ -221,7 +226,7 @@ def test_nothing_is_kept_without_a_backward_pass(monkeypatch: pytest.MonkeyPatch
         alive.append(weakref.ref(logits))
         return gather(logits, *rest)
 
-    monkeypatch.setattr("hybridflow.models.log_probs.log_probs_from_logits", watched)
+    monkeypatch.setattr("hybridflow.models.heads.log_probs.log_probs_from_logits", watched)
     hidden, weight, bias, targets = _inputs()
     with torch.no_grad():
         token_log_probs(hidden, weight, bias, targets, chunk_bytes=5 * V * 8)

@@ -16,10 +16,8 @@ from zoo import SUPPORTED, eager_log_probs, packed_rows, tiny_hf, tiny_rows
 
 from hybridflow.config.model import ModelConfig
 from hybridflow.errors import ModelError
-from hybridflow.models.adapter_folder import CONFIG, WEIGHTS
-from hybridflow.models.build import build_policy, enable_gradient_checkpointing
-from hybridflow.models.export import save_adapter, save_config, save_hf
-from hybridflow.models.lora import (
+from hybridflow.models.adapters.adapter_folder import CONFIG, WEIGHTS
+from hybridflow.models.adapters.lora import (
     LoraSettings,
     adapted_layers,
     adapters_off,
@@ -32,6 +30,8 @@ from hybridflow.models.lora import (
     plain_state,
     saved_names,
 )
+from hybridflow.models.files.build import build_policy, enable_gradient_checkpointing
+from hybridflow.models.files.export import save_adapter, save_config, save_hf
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.models.value import ValueModel

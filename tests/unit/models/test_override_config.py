@@ -13,11 +13,11 @@ from torch import Tensor
 from transformers import AutoConfig, Gemma3TextConfig, LlamaConfig, MixtralConfig, Qwen2Config
 
 from hybridflow.errors import ModelError
-from hybridflow.models.build import build_policy, load_config, override_in_full
-from hybridflow.models.export import save_config
-from hybridflow.models.override import apply_override
+from hybridflow.models.files.build import build_policy, load_config, override_in_full
+from hybridflow.models.files.export import save_config
+from hybridflow.models.files.override import apply_override
+from hybridflow.models.files.sharded_load import meta_model
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.sharded_load import meta_model
 from hybridflow.models.tiny import create_tiny_model
 
 YARN = {"rope_type": "yarn", "factor": 4.0}

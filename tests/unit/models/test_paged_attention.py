@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.models import paged_kernel
-from hybridflow.models.kv_cache import CacheSlots, LayerShape, SlotCache
-from hybridflow.models.paged_cache import PagedCache
-from hybridflow.models.paged_kernel import kernel_problem, varlen_kernel
-from hybridflow.models.scores import Scores
-from hybridflow.models.span_layout import SpanLayout
+from hybridflow.models.attention.layouts import paged_kernel
+from hybridflow.models.attention.paged_kernel import kernel_problem, varlen_kernel
+from hybridflow.models.attention.scores import Scores
+from hybridflow.models.attention.span_layout import SpanLayout
+from hybridflow.models.cache.kv_cache import CacheSlots, LayerShape, SlotCache
+from hybridflow.models.cache.paged_cache import PagedCache
 
 SHAPE = LayerShape(2, 8, 8, torch.bfloat16)
 

@@ -9,12 +9,12 @@ from zoo import SPARSE, VOCABULARY, tiny_hf
 
 from hybridflow.config.engine_features import NATIVE_KINDS
 from hybridflow.errors import ConfigError, ModelError
-from hybridflow.models import quantized_weights
-from hybridflow.models.experts import expert_modules
-from hybridflow.models.lora import LoraSettings, adapted_layers, add_lora
+from hybridflow.models.adapters.lora import LoraSettings, adapted_layers, add_lora
+from hybridflow.models.copies import quantized_weights
+from hybridflow.models.copies.quantized_copy import QuantizedCopy, _put
+from hybridflow.models.copies.quantized_weights import FEW_ROWS, KINDS, check_kind
+from hybridflow.models.experts.layers import expert_modules
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.quantized_copy import QuantizedCopy, _put
-from hybridflow.models.quantized_weights import FEW_ROWS, KINDS, check_kind
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import PackedBatch, make_rows, pack
 

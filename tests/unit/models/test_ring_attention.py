@@ -10,9 +10,9 @@ import torch.distributed as dist
 from test_sequence_parallel import MIXED, cut_against_uncut
 from torch import Tensor
 
-from hybridflow.models import ring_attention
-from hybridflow.models.attention import PackedLayout, Scores
-from hybridflow.models.ring_attention import RingLayout
+from hybridflow.models.attention.layouts import PackedLayout, Scores
+from hybridflow.models.parallel import ring_attention
+from hybridflow.models.parallel.ring_attention import RingLayout
 from ranks import Ranks
 
 LONG = ((20, 21), (3, 2))

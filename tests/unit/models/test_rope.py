@@ -12,10 +12,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, Qwen
 from zoo import BASE, SUPPORTED, packed_rows, tiny_hf, tiny_rows
 
 from hybridflow.errors import ModelError
-from hybridflow.models.build import describe_model
-from hybridflow.models.override import apply_override, effective_override
+from hybridflow.models.attention.rope import length_limit, longest_generated, row_lengths
+from hybridflow.models.files.build import describe_model
+from hybridflow.models.files.override import apply_override, effective_override
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.rope import length_limit, longest_generated, row_lengths
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows, pack, share_prompts
 from hybridflow.protocol.prompt import Prompt

@@ -8,11 +8,11 @@ from torch import Tensor
 from zoo import SPARSE, packed_rows, tiny_hf, tiny_rows
 
 from hybridflow.errors import ModelError
-from hybridflow.models.build import enable_gradient_checkpointing
 from hybridflow.models.exact_mode import ExactMode
-from hybridflow.models.experts import routers
+from hybridflow.models.experts.layers import routers
+from hybridflow.models.experts.routing import LIVE
+from hybridflow.models.files.build import enable_gradient_checkpointing
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.routing import LIVE
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.joining import join_rows
 from hybridflow.protocol.packing import ROUTES, pack, share_prompts

@@ -23,9 +23,9 @@ from hybridflow.engines import BatchLimits, OutputSpec
 from hybridflow.engines.build import build_engine
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.errors import ModelError
-from hybridflow.models.build_score import build_score
-from hybridflow.models.lora import LoraSettings
-from hybridflow.models.sharded_load import meta_model
+from hybridflow.models.adapters.lora import LoraSettings
+from hybridflow.models.files.build_score import build_score
+from hybridflow.models.files.sharded_load import meta_model
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows, pack, share_prompts

@@ -13,9 +13,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from zoo import packed_rows, tiny_hf, tiny_rows
 
-from hybridflow.models.build import enable_gradient_checkpointing
+from hybridflow.models.files.build import enable_gradient_checkpointing
+from hybridflow.models.parallel.sequence_parallel import SequenceCut, divide_heads
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.sequence_parallel import SequenceCut, divide_heads
 from hybridflow.models.value import ValueModel
 from hybridflow.protocol.packing import PackedBatch
 from ranks import Ranks

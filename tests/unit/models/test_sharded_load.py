@@ -15,13 +15,13 @@ from torch.distributed.fsdp import fully_shard
 from zoo import SUPPORTED, packed_rows, tiny_hf, tiny_rows
 
 from hybridflow.errors import ModelError
-from hybridflow.models import sharded_load
-from hybridflow.models.attention import PackedLayout
+from hybridflow.models.attention.layouts import PackedLayout
 from hybridflow.models.blocks import compile_blocks, decoder_blocks
-from hybridflow.models.build import build_policy, build_value
+from hybridflow.models.files import sharded_load
+from hybridflow.models.files.build import build_policy, build_value
+from hybridflow.models.files.probe_architecture import probe_architecture, small_config
+from hybridflow.models.files.sharded_load import load_weights, materialise, meta_model, parameters_on_meta
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.probe_architecture import probe_architecture, small_config
-from hybridflow.models.sharded_load import load_weights, materialise, meta_model, parameters_on_meta
 from hybridflow.models.value import ValueModel
 from ranks import Ranks
 
@@ -218,7 +218,7 @@ def test_the_twin_finds_attention_that_is_not_ours(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_twin_too_large_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridflow.models.probe_architecture.MAX_PARAMETERS", 10)
+    monkeypatch.setattr("hybridflow.models.files.probe_architecture.MAX_PARAMETERS", 10)
     assert probe_architecture(tiny_hf("llama").config, CPU) is None
 
 

@@ -9,8 +9,8 @@ from zoo import VOCABULARY, tiny_hf
 
 from hybridflow.engines.base import BatchLimits
 from hybridflow.engines.micro_batches import plan
+from hybridflow.models.attention.shared_tokens import SharedTokens
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.shared_tokens import SharedTokens
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import PackedBatch, make_rows, pack, share_prompts
 

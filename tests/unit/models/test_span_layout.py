@@ -5,11 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridflow.models import span_layout
-from hybridflow.models.attention import PackedLayout
-from hybridflow.models.kv_cache import LayerShape, SlotCache
-from hybridflow.models.scores import Scores, masked_attention
-from hybridflow.models.span_layout import SpanLayout
+from hybridflow.models.attention.layouts import PackedLayout, span_layout
+from hybridflow.models.attention.scores import Scores, masked_attention
+from hybridflow.models.attention.span_layout import SpanLayout
+from hybridflow.models.cache.kv_cache import LayerShape, SlotCache
 
 
 @pytest.mark.parametrize("block", [512, 3])

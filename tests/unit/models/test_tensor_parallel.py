@@ -15,10 +15,10 @@ from torch.distributed.tensor.debug import CommDebugMode
 from zoo import packed_rows, tiny_hf, tiny_rows
 
 from hybridflow.errors import ModelError
-from hybridflow.models.build import enable_gradient_checkpointing
-from hybridflow.models.expert_parallel import apply_expert_parallel
+from hybridflow.models.files.build import enable_gradient_checkpointing
+from hybridflow.models.parallel.expert_parallel import apply_expert_parallel
+from hybridflow.models.parallel.tensor_parallel import apply_tensor_parallel, tensor_slices, tensor_styles
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.tensor_parallel import apply_tensor_parallel, tensor_slices, tensor_styles
 from hybridflow.models.value import ValueModel
 from ranks import Ranks
 

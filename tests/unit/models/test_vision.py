@@ -10,11 +10,11 @@ from transformers import AutoModelForImageTextToText
 
 from hybridflow.engines.build import build_engine
 from hybridflow.errors import ModelError
-from hybridflow.models.lora import LoraSettings, adapted_layers, add_lora
+from hybridflow.models.adapters.lora import LoraSettings, adapted_layers, add_lora
+from hybridflow.models.files.probe import probe_policy
+from hybridflow.models.parallel.stages import Stage
+from hybridflow.models.parallel.tensor_parallel import tensor_styles
 from hybridflow.models.policy import PolicyModel, sequence_cut
-from hybridflow.models.probe import probe_policy
-from hybridflow.models.stages import Stage
-from hybridflow.models.tensor_parallel import tensor_styles
 from hybridflow.models.vision import placeholder_ids
 from hybridflow.protocol.packing import pack, share_prompts
 from hybridflow.protocol.prompt import make_position_ids
@@ -36,7 +36,7 @@ def test_packed_and_cached_log_probs_are_those_of_transformers(family: str) -> N
 def test_the_probe_finds_positions_that_are_only_the_length_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = picture_policy("qwen3_vl")
     monkeypatch.setattr(
-        "hybridflow.models.probe.make_position_ids", lambda length, media: torch.arange(length)
+        "hybridflow.models.files.probe.make_position_ids", lambda length, media: torch.arange(length)
     )
     with pytest.raises(ModelError, match="does not give the same log-probs"):
         probe_policy(policy)
@@ -184,7 +184,7 @@ def test_a_picture_with_another_number_of_features_is_refused() -> None:
 
 
 def test_what_is_saved_is_read_by_transformers(tmp_path) -> None:
-    from hybridflow.models.export import save_hf
+    from hybridflow.models.files.export import save_hf
 
     policy = picture_policy("qwen2_5_vl")
     save_hf(policy, tmp_path)
@@ -198,7 +198,7 @@ def replace_media(prompt, medium):
 
 
 def _layout(packed):
-    from hybridflow.models.attention import PackedLayout
+    from hybridflow.models.attention.layouts import PackedLayout
 
     return PackedLayout.build(packed.lengths)
 

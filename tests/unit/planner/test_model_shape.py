@@ -11,9 +11,9 @@ import torch
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
 from hybridflow.errors import ModelError
-from hybridflow.models.experts import expert_modules
-from hybridflow.models.size import matmul_parameters, workload_of
-from hybridflow.models.tensor_parallel import tensor_slices
+from hybridflow.models.experts.layers import expert_modules
+from hybridflow.models.files.size import matmul_parameters, workload_of
+from hybridflow.models.parallel.tensor_parallel import tensor_slices
 from hybridflow.planner.model_shape import UNCUT, UNDEALT, known_models, load_shape, read_shape, shape_of
 
 SMALL: dict[str, Any] = {

@@ -11,7 +11,7 @@ from rollout_models import Source
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
 from hybridflow.errors import ModelError, RolloutError
-from hybridflow.models.attention import ATTENTION_NAME, PackedLayout
+from hybridflow.models.attention.layouts import ATTENTION_NAME, PackedLayout
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import (

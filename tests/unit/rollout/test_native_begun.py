@@ -98,7 +98,7 @@ def test_cut_preempted_and_continued_it_has_the_bits_of_an_undisturbed_request(
     monkeypatch.setattr(Scheduler, "put_back", counted)
     engine = exact_engine(prefixes=prefixes)
     test_native_session.limit_memory(engine, 256, monkeypatch)
-    monkeypatch.setattr("hybridflow.models.kv_cache.AHEAD", 2)  # rows enter though they may not stay
+    monkeypatch.setattr("hybridflow.models.cache.kv_cache.AHEAD", 2)  # rows enter though they may not stay
     outputs, cuts = cut_and_continued(engine, requests, draw)
     assert outputs == wanted  # tokens, log-probs, versions, reasons and most probable tokens, all equal
     assert cuts > 5 and preempted and min(preempted) > 0

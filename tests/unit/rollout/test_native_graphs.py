@@ -16,11 +16,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
+from hybridflow.models.attention.scores import Scores
+from hybridflow.models.cache.kv_cache import KVCache, LayerShape, SlotCache
+from hybridflow.models.cache.paged_cache import PagedCache
 from hybridflow.models.flat_decoder import FlatDecoder
-from hybridflow.models.kv_cache import KVCache, LayerShape, SlotCache
-from hybridflow.models.paged_cache import PagedCache
 from hybridflow.models.policy import PolicyModel, run_backbone
-from hybridflow.models.scores import Scores
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.build import build_rollout_engine

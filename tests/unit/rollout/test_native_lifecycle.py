@@ -14,8 +14,8 @@ from torch import nn
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.errors import RolloutError
+from hybridflow.models.cache.kv_cache import LayerShape, SlotCache, slot_capacity
 from hybridflow.models.exact_mode import ExactMode
-from hybridflow.models.kv_cache import LayerShape, SlotCache, slot_capacity
 from hybridflow.rollout import memory
 from hybridflow.rollout.base import RolloutStats
 from hybridflow.rollout.build import build_rollout_engine

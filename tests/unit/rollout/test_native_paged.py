@@ -13,9 +13,9 @@ from test_native_session import alone, finish, limit_memory, random_sequence, sa
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.errors import RolloutError
-from hybridflow.models import kv_cache
+from hybridflow.models.cache import kv_cache
+from hybridflow.models.cache.paged_cache import PagedCache
 from hybridflow.models.exact_mode import ExactMode
-from hybridflow.models.paged_cache import PagedCache
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams

@@ -7,7 +7,7 @@ from time import process_time
 
 import pytest
 
-from hybridflow.models.kv_cache import SlotCopy
+from hybridflow.models.cache.kv_cache import SlotCopy
 from hybridflow.protocol.prompt import Medium, Prompt
 from hybridflow.rollout.native.prefixes import LEAST, Prefix, PrefixCache, common_length
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 from rollout_models import prompts, requests_for, run, tiny_hf
 
+from hybridflow.models.experts.routing import RouteTape
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.routing import RouteTape
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows, pack
 from hybridflow.rollout.native.engine import NativeEngine

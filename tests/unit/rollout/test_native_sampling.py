@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridflow.errors import RolloutError
-from hybridflow.models.log_probs import log_probs_from_logits
+from hybridflow.models.heads.log_probs import log_probs_from_logits
 from hybridflow.rollout.base import SamplingParams
 from hybridflow.rollout.native import sampling
 from hybridflow.rollout.native.sampling import (

@@ -10,11 +10,11 @@ import torch
 from rollout_models import VOCABULARY, prompts, requests_for, run, tiny_engine, tiny_hf
 
 from hybridflow.errors import RolloutError
-from hybridflow.models import kv_cache
-from hybridflow.models.kv_cache import bytes_per_token
-from hybridflow.models.paged_cache import PagedCache
+from hybridflow.models.cache import kv_cache
+from hybridflow.models.cache.kv_cache import bytes_per_token
+from hybridflow.models.cache.paged_cache import PagedCache
+from hybridflow.models.files.probe import layer_facts
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.probe import layer_facts
 from hybridflow.protocol.prompt import Medium, Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams, SomeWeights
 from hybridflow.rollout.native import engine as engine_module

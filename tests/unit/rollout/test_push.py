@@ -19,13 +19,13 @@ from torch._C._distributed_c10d import TCPStore
 
 from hybridflow.distributed.shards import Box, bit_sum
 from hybridflow.errors import RolloutError
-from hybridflow.rollout.push import channel as channels
-from hybridflow.rollout.push import receiver as receiving
-from hybridflow.rollout.push import sender as sending
-from hybridflow.rollout.push import transports
-from hybridflow.rollout.push.channel import Channel, Listener, TunnelEnd
-from hybridflow.rollout.push.receiver import NOTHING, Receiver
-from hybridflow.rollout.push.sender import KeptGroup, Transport, address_towards, push
+from hybridflow.weight_sync.wire import channel as channels
+from hybridflow.weight_sync.wire import receiver as receiving
+from hybridflow.weight_sync.wire import sender as sending
+from hybridflow.weight_sync.wire import transports
+from hybridflow.weight_sync.wire.channel import Channel, Listener, TunnelEnd
+from hybridflow.weight_sync.wire.receiver import NOTHING, Receiver
+from hybridflow.weight_sync.wire.sender import KeptGroup, Transport, address_towards, push
 from ranks import forked
 
 HERE = Receiver()

@@ -20,8 +20,8 @@ import pytest
 from serving import TOKEN, TOKENIZER, Served, ids, serve_client
 
 from hybridflow.errors import ConfigError
-from hybridflow.models.build import build_policy
-from hybridflow.models.quantized_copy import QuantizedCopy
+from hybridflow.models.copies.quantized_copy import QuantizedCopy
+from hybridflow.models.files.build import build_policy
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams

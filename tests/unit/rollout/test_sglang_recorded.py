@@ -10,8 +10,8 @@ import torch
 from sglang_recording import RECORD, Replay, connect, scenario, serving
 
 from hybridflow.errors import RolloutError
-from hybridflow.rollout.push.receiver import Receiver
 from hybridflow.rollout.sglang import loader
+from hybridflow.weight_sync.wire.receiver import Receiver
 
 GIVEN = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.weight": torch.ones(4)}
 

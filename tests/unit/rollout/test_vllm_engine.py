@@ -12,11 +12,11 @@ from torch import Tensor
 from hybridflow.errors import RolloutError
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
-from hybridflow.rollout.push.receiver import NOTHING, Receiver
-from hybridflow.rollout.push.sender import checked
 from hybridflow.rollout.remote.runner import EngineDied, Piece, Submission
 from hybridflow.rollout.vllm.engine import VLLMEngine
 from hybridflow.rollout.vllm.extension import keep_whole_distribution
+from hybridflow.weight_sync.wire.receiver import NOTHING, Receiver
+from hybridflow.weight_sync.wire.sender import checked
 
 FACTS = {
     "device": "cuda:0",

@@ -23,13 +23,13 @@ from hybridflow.errors import RolloutError
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
-from hybridflow.rollout.push.receiver import Receiver
 from hybridflow.rollout.remote import http as process_module
 from hybridflow.rollout.remote.http import Address, Refused, ServerGone, ServerProcess, free_port
 from hybridflow.rollout.remote.model import ModelFacts
 from hybridflow.rollout.vllm import build as vllm_build
 from hybridflow.rollout.vllm.engine import VLLMEngine
 from hybridflow.rollout.vllm.server import Server
+from hybridflow.weight_sync.wire.receiver import Receiver
 
 HELD: dict[str, torch.Tensor] = {}
 RECEIVED = Receiver()

@@ -26,9 +26,9 @@ from hybridflow.protocol.joining import join_rows
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.remote import RemoteColumn, widths_of
 from hybridflow.protocol.trajectory import Lineage, Segment, Trajectory
-from hybridflow.trainer.ppo.collector import Collector, Collectors, shared_out
 from hybridflow.trainer.ppo.columns import MASKS, STAYS, divided, needs_whole_rows, whole
 from hybridflow.trainer.ppo.reward_watch import RewardWatch
+from hybridflow.trainer.schedules.collector import Collector, Collectors, shared_out
 from hybridflow.workers.actor import POLICY_COLUMNS
 
 FILL = 9

@@ -10,7 +10,7 @@ from tiny_trainer import build, ppo_config, tiny_model, trained_steps
 
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.merger import merge
-from hybridflow.models.build import build_policy
+from hybridflow.models.files.build import build_policy
 from hybridflow.trainer.main_ppo import run
 
 GRPO = ("algorithm.adv_estimator=grpo", "trainer.logger=[console]", "trainer.test_freq=-1")

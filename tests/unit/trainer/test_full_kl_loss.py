@@ -14,7 +14,7 @@ from hybridflow.config.model import FSDPConfig, OptimConfig
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.engines import BatchLimits, OutputSpec
 from hybridflow.engines.build import build_engine
-from hybridflow.models.lora import LoraSettings
+from hybridflow.models.adapters.lora import LoraSettings
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows

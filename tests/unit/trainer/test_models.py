@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hybridflow.config.model import ModelConfig
-from hybridflow.models.build import shape_of
+from hybridflow.models.files.build import shape_of
 from hybridflow.trainer.models import row_cost
 
 LIBRARY = """

@@ -15,7 +15,7 @@ from tiny_trainer import build, ppo_config
 
 from hybridflow.controller import Worker
 from hybridflow.errors import ConfigError
-from hybridflow.trainer.ppo.worker_groups import worker_groups
+from hybridflow.trainer.roles.worker_groups import worker_groups
 
 SAME = (
     "actor/pg_loss",

@@ -10,7 +10,7 @@ import torch
 from tiny_trainer import build, ppo_config, tiny_model
 
 from hybridflow.errors import ModelError
-from hybridflow.models.build import build_policy
+from hybridflow.models.files.build import build_policy
 from hybridflow.protocol.packing import pack
 
 KL = "actor_rollout_ref.actor.use_kl_loss=true"

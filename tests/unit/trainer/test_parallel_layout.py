@@ -10,7 +10,7 @@ from tiny_trainer import ppo_config
 
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.controller import Placement
-from hybridflow.trainer.ppo.parallel_layout import dealt_by, meshes
+from hybridflow.trainer.roles.parallel_layout import dealt_by, meshes
 
 LORA = (
     "actor_rollout_ref.model.lora_rank=2",

@@ -15,7 +15,7 @@ from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.config.tree import get_value
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.trainer.ppo.build import PPOTrainer
-from hybridflow.trainer.ppo.roles import ROLES, Roles, needed_roles
+from hybridflow.trainer.roles.roles import ROLES, Roles, needed_roles
 
 OWN = """
 from hybridflow.algorithms.aggregation import LossOutput

@@ -8,8 +8,8 @@ from typing import Any, cast
 import pytest
 
 from hybridflow.observability.timing import Timer
-from hybridflow.trainer.ppo.roles import Roles
 from hybridflow.trainer.ppo.step import Job, Overlap
+from hybridflow.trainer.roles.roles import Roles
 
 POOLS = {"actor": "train", "rollout": "generate", "reference": "generate", "reward_model": "generate"}
 

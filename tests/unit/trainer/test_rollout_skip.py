@@ -12,7 +12,7 @@ from tiny_trainer import build, ppo_config
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.protocol import DataProto
-from hybridflow.trainer.ppo.skip import FROM_DUMP
+from hybridflow.trainer.schedules.skip import FROM_DUMP
 
 ROLLOUT = "actor_rollout_ref.rollout"
 

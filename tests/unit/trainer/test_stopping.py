@@ -193,7 +193,9 @@ def test_before_the_first_step_there_is_nothing_to_wait_for(
     undisturbed: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = ppo_config(undisturbed[0], tmp_path / "run", *PPO)
-    send_at(monkeypatch, "hybridflow.trainer.ppo.role_builders:build_engine", step=None, number=signal.SIGINT)
+    send_at(
+        monkeypatch, "hybridflow.trainer.roles.role_builders:build_engine", step=None, number=signal.SIGINT
+    )
     with pytest.raises(Stopped) as caught:
         main_ppo.run(config)
     assert caught.value.message == (

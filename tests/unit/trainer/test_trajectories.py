@@ -168,7 +168,7 @@ def test_dynamic_sampling_says_what_it_found_when_it_gives_up(model: Path, tmp_p
 def test_dynamic_sampling_without_a_limit_does_not_go_on_for_ever(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hybridflow.trainer.ppo.sync.MAX_BARREN_BATCHES", 3)
+    monkeypatch.setattr("hybridflow.trainer.schedules.sync.MAX_BARREN_BATCHES", 3)
     endless = [
         *FILTER,
         "algorithm.filter_groups.min_mean=0.9",

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hybridflow.agent.collate import collate
 from hybridflow.data.prompts import PromptRow
-from hybridflow.models.attention import ATTENTION_NAME
+from hybridflow.models.attention.layouts import ATTENTION_NAME
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.randomness import derive_seed

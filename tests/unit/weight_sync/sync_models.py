@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hybridflow.models.parallel.tensor_parallel import apply_tensor_parallel
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.tensor_parallel import apply_tensor_parallel
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 

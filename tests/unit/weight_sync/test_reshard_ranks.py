@@ -16,9 +16,9 @@ from hybridflow.distributed.process_group import ReplicaRanks
 from hybridflow.distributed.shards import Box, local, own_box
 from hybridflow.engines.fsdp.sharding import held_weights
 from hybridflow.errors import RolloutError
-from hybridflow.models.lora import LoraSettings, add_lora
+from hybridflow.models.adapters.lora import LoraSettings, add_lora
+from hybridflow.models.copies.twin import Twin
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.twin import Twin
 from hybridflow.rollout.base import WeightSource
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.weight_sync.reshard import GatheredTwin, OffloadedSource, Reshard

@@ -19,7 +19,7 @@ from test_rollout_worker import (
 )
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.models.attention import ATTENTION_NAME
+from hybridflow.models.attention.layouts import ATTENTION_NAME
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.hf.engine import HFEngine
 from hybridflow.workers.rollout_build import build_rollout_worker

@@ -21,7 +21,7 @@ from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.engines import BatchLimits
 from hybridflow.engines.build import build_engine
 from hybridflow.errors import CheckpointError
-from hybridflow.models.lora import LoraSettings, is_adapter
+from hybridflow.models.adapters.lora import LoraSettings, is_adapter
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.protocol import DataProto
 from hybridflow.workers import ActorGroup, ActorWorker, ReferenceGroup, ReferenceWorker

@@ -32,9 +32,9 @@ from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.controller import LocalBackend
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.errors import RolloutError
-from hybridflow.models.build import build_policy
-from hybridflow.models.export import plain_weights
-from hybridflow.models.lora import LoraSettings
+from hybridflow.models.adapters.lora import LoraSettings
+from hybridflow.models.files.build import build_policy
+from hybridflow.models.files.export import plain_weights
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.rollout.remote.model import ModelFacts

@@ -15,9 +15,9 @@ from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.engines.build import build_engine
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.errors import ModelError
-from hybridflow.models.lora import LoraSettings
+from hybridflow.models.adapters.lora import LoraSettings
+from hybridflow.models.copies.quantized_copy import QuantizedCopy
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.quantized_copy import QuantizedCopy
 from hybridflow.rollout.base import GenerationOutput
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.workers.rollout import RolloutWorker

@@ -22,7 +22,7 @@ from hybridflow.engines import BatchLimits
 from hybridflow.engines.build import build_engine
 from hybridflow.engines.fsdp import FSDPEngine
 from hybridflow.errors import ConfigError, ModelError, RolloutError
-from hybridflow.models.lora import LoraSettings
+from hybridflow.models.adapters.lora import LoraSettings
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats, SamplingParams

@@ -24,9 +24,9 @@ from hybridflow.engines.micro_batch_engine import Accumulated, MicroBatchEngine
 from hybridflow.engines.micro_batches import MicroBatch
 from hybridflow.engines.optimizer import MasterAdamW
 from hybridflow.errors import CheckpointError
+from hybridflow.models.adapters.lora import adapters_off, has_adapters, saved_names
 from hybridflow.models.blocks import tables_and_heads
-from hybridflow.models.export import save_config, save_hf, save_hf_sharded
-from hybridflow.models.lora import adapters_off, has_adapters, saved_names
+from hybridflow.models.files.export import save_config, save_hf, save_hf_sharded
 from hybridflow.models.output_spec import Outputs, OutputSpec
 from hybridflow.models.outputs import outputs_of
 from hybridflow.models.policy import PolicyModel

@@ -38,8 +38,8 @@ from transformers import (
     StoppingCriteriaList,
 )
 
-from hybridflow.models.probe import difference, probe_tolerance
-from hybridflow.models.rope import longest_generated
+from hybridflow.models.attention.rope import longest_generated
+from hybridflow.models.files.probe import difference, probe_tolerance
 from hybridflow.protocol.prompt import token_ids_of
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput, WeightSource
 from hybridflow.rollout.hf.row import Row

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from hybridflow.models.log_probs import log_probs_from_logits
+from hybridflow.models.heads.log_probs import log_probs_from_logits
 from hybridflow.rollout.base import (
     FinishReason,
     GenerationOutput,

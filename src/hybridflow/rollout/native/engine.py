@@ -20,14 +20,14 @@ from hybridflow.distributed.accelerators import features, is_accelerator
 from hybridflow.distributed.facilities import facilities
 from hybridflow.distributed.process_group import ReplicaRanks
 from hybridflow.errors import RolloutError
-from hybridflow.models.kv_cache import KVCache, LayerShape, SlotCache, bytes_per_token, slot_capacity
-from hybridflow.models.paged_cache import PagedCache
-from hybridflow.models.paged_kernel import BLOCK_SIZE, kernel_problem, varlen_kernel
+from hybridflow.models.attention.paged_kernel import BLOCK_SIZE, kernel_problem, varlen_kernel
+from hybridflow.models.attention.rope import longest_generated
+from hybridflow.models.attention.scores import Scores
+from hybridflow.models.cache.kv_cache import KVCache, LayerShape, SlotCache, bytes_per_token, slot_capacity
+from hybridflow.models.cache.paged_cache import PagedCache
+from hybridflow.models.copies.quantized_copy import QuantizedCopy
+from hybridflow.models.files.probe import layer_facts
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.probe import layer_facts
-from hybridflow.models.quantized_copy import QuantizedCopy
-from hybridflow.models.rope import longest_generated
-from hybridflow.models.scores import Scores
 from hybridflow.rollout.base import GenerationRequest, WeightSource
 from hybridflow.rollout.memory import free_memory, give_back
 from hybridflow.rollout.native.graphs import GraphDecoder, GraphSampler, graph_decoder

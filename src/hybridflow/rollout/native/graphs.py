@@ -37,7 +37,7 @@ from torch import Tensor
 
 from hybridflow.distributed.accelerators import features
 from hybridflow.distributed.facilities import Recorder, facilities
-from hybridflow.models.kv_cache import KVCache
+from hybridflow.models.cache.kv_cache import KVCache
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.native import sampling
 from hybridflow.rollout.native.rows import FILLING, RowTable

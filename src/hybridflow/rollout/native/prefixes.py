@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from hybridflow.models.kv_cache import RowCopy
+from hybridflow.models.cache.kv_cache import RowCopy
 from hybridflow.protocol.prompt import Units
 
 LEAST = 16

@@ -29,8 +29,8 @@ from torch import Tensor
 from hybridflow.distributed.process_group import ReplicaRanks
 from hybridflow.distributed.transfers import to_device
 from hybridflow.errors import RolloutError
-from hybridflow.models import kv_cache
-from hybridflow.models.kv_cache import KVCache
+from hybridflow.models.cache import kv_cache
+from hybridflow.models.cache.kv_cache import KVCache
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol.prompt import token_ids_of
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput, RolloutStats

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from hybridflow.distributed.transfers import HostCopy, to_device
-from hybridflow.models.kv_cache import KVCache, LayerShape
+from hybridflow.models.attention.span_layout import SpanLayout
+from hybridflow.models.cache.kv_cache import KVCache, LayerShape
+from hybridflow.models.experts.routing import RouteTape, Routing
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.routing import RouteTape, Routing
-from hybridflow.models.span_layout import SpanLayout
 from hybridflow.protocol.packing import PlacedMedium
 from hybridflow.protocol.prompt import Medium, make_position_ids
 from hybridflow.rollout.base import GenerationOutput

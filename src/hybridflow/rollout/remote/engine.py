@@ -25,7 +25,6 @@ from hybridflow.rollout.base import (
     RolloutStats,
     TopTokens,
 )
-from hybridflow.rollout.push.receiver import NOTHING, Weights
 from hybridflow.rollout.remote.runner import EngineDied, Piece, Runner, Submission
 from hybridflow.rollout.session_engine import (
     SessionEngine,
@@ -36,6 +35,7 @@ from hybridflow.rollout.session_engine import (
     sort_out,
     whole_of,
 )
+from hybridflow.weight_sync.wire.receiver import NOTHING, Weights
 
 logger = logging.getLogger(__name__)
 PARTS = ("weights", "kv_cache")

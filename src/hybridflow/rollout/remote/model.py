@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from hybridflow.models.build import load_config
+from hybridflow.models.files.build import load_config
 
 
 @dataclass(frozen=True)

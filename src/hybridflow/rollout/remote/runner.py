@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from hybridflow.errors import RolloutError
-from hybridflow.rollout.push.receiver import Weights
+from hybridflow.weight_sync.wire.receiver import Weights
 
 
 class EngineDied(RolloutError):

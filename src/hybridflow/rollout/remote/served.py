@@ -16,11 +16,11 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Self
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.rollout.push.channel import LOOPBACK
-from hybridflow.rollout.push.receiver import Weights
-from hybridflow.rollout.push.sender import CallWorkers, KeptGroup, Transport, address_towards, push
 from hybridflow.rollout.remote.http import Address, Call, Refused, ServerGone, ServerProcess
 from hybridflow.rollout.remote.runner import EngineDied, Piece, Submission
+from hybridflow.weight_sync.wire.channel import LOOPBACK
+from hybridflow.weight_sync.wire.receiver import Weights
+from hybridflow.weight_sync.wire.sender import CallWorkers, KeptGroup, Transport, address_towards, push
 
 logger = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from hybridflow.data.tokenizer import Tokenizer, load_tokenizer, text_of
 from hybridflow.distributed.accelerators import GPU, features
 from hybridflow.distributed.device import num_devices, resolve_device
 from hybridflow.errors import ConfigError
-from hybridflow.models.build import build_policy, generation_end_tokens, resolve_dtype
-from hybridflow.models.quantized_copy import QuantizedCopy
-from hybridflow.models.rope import longest_generated
+from hybridflow.models.attention.rope import longest_generated
+from hybridflow.models.copies.quantized_copy import QuantizedCopy
+from hybridflow.models.files.build import build_policy, generation_end_tokens, resolve_dtype
 from hybridflow.rollout.client import EngineReplica, LLMClient
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.rollout.server.model import ServedModel

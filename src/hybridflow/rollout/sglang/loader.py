@@ -29,8 +29,8 @@ from torch import Tensor
 
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.native.sampling import draw, probability_floor, stream_keys, uniforms
-from hybridflow.rollout.push.channel import Channel
-from hybridflow.rollout.push.receiver import Receiver
+from hybridflow.weight_sync.wire.channel import Channel
+from hybridflow.weight_sync.wire.receiver import Receiver
 
 logger = logging.getLogger(__name__)
 QUALIFIED_NAME = f"{__name__}.load"

@@ -17,12 +17,12 @@ from functools import partial
 from typing import Any
 
 from hybridflow.errors import RolloutError
-from hybridflow.rollout.push.channel import Listener
-from hybridflow.rollout.push.receiver import NOTHING, Weights
 from hybridflow.rollout.remote.http import Refused
 from hybridflow.rollout.remote.runner import Piece, Submission
 from hybridflow.rollout.remote.served import Served, Stream
 from hybridflow.rollout.sglang.loader import QUALIFIED_NAME, packed
+from hybridflow.weight_sync.wire.channel import Listener
+from hybridflow.weight_sync.wire.receiver import NOTHING, Weights
 
 _LABEL = "hybridflow:"
 """How the names of our versions begin; SGLang calls weights that nobody pushed "default"."""

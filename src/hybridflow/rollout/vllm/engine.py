@@ -11,9 +11,9 @@ from typing import Any, Protocol
 
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
-from hybridflow.rollout.push.receiver import NOTHING, Part, Weights
 from hybridflow.rollout.remote.engine import PushedEngine
 from hybridflow.rollout.remote.runner import Piece, Runner
+from hybridflow.weight_sync.wire.receiver import NOTHING, Part, Weights
 
 LOWEST_TEMPERATURE = 0.01
 """vLLM replaces lower temperatures by others."""

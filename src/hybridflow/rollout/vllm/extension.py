@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from hybridflow.errors import RolloutError
-from hybridflow.models.adapter_folder import CONFIG, write_adapter_weights
-from hybridflow.rollout.push.receiver import Load, Part, Receiver, Summed, Weights
-from hybridflow.rollout.push.transports import memory_folder
+from hybridflow.models.adapters.adapter_folder import CONFIG, write_adapter_weights
+from hybridflow.weight_sync.wire.receiver import Load, Part, Receiver, Summed, Weights
+from hybridflow.weight_sync.wire.transports import memory_folder
 
 QUALIFIED_NAME = f"{__name__}.Extension"
 ADAPTER_NAME = "policy-adapter"

@@ -16,12 +16,12 @@ import torch
 from hybridflow.distributed.device import num_devices, used_accelerator
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.installed import advice
-from hybridflow.rollout.push.receiver import Part, Weights
-from hybridflow.rollout.push.sender import checked
 from hybridflow.rollout.remote.runner import EngineDied, Piece, Submission
 from hybridflow.rollout.vllm.engine import AdapterRunner, with_our_end
 from hybridflow.rollout.vllm.extension import ADAPTER_ID, ADAPTER_NAME
 from hybridflow.rollout.vllm.settings import ENVIRONMENT
+from hybridflow.weight_sync.wire.receiver import Part, Weights
+from hybridflow.weight_sync.wire.sender import checked
 
 
 class InProcess(AdapterRunner):

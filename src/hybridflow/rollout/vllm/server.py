@@ -15,13 +15,13 @@ from functools import partial
 from typing import Any
 
 from hybridflow.errors import RolloutError
-from hybridflow.rollout.push.receiver import Part, Weights
 from hybridflow.rollout.remote.http import Refused
 from hybridflow.rollout.remote.runner import Piece, Submission
 from hybridflow.rollout.remote.served import Served, Stream
 from hybridflow.rollout.vllm.engine import AdapterRunner, with_our_end
 from hybridflow.rollout.vllm.extension import ADAPTER_NAME, QUALIFIED_NAME
 from hybridflow.rollout.vllm.settings import MODEL
+from hybridflow.weight_sync.wire.receiver import Part, Weights
 
 
 @dataclass(eq=False)

@@ -33,8 +33,8 @@ from hybridflow.trainer.evaluation.main import Endpoint, Subject
 from hybridflow.trainer.evaluation.responses import RESPONSES, write_responses
 from hybridflow.trainer.evaluation.results import Answer, AnswerFile, AnswerScores, summarise, write_results
 from hybridflow.trainer.ppo.model_rewards import add_reward_model
-from hybridflow.trainer.ppo.parallel_layout import meshes
-from hybridflow.trainer.ppo.role_builders import RoleBuilders, RunFacts, facts_of
+from hybridflow.trainer.roles.parallel_layout import meshes
+from hybridflow.trainer.roles.role_builders import RoleBuilders, RunFacts, facts_of
 from hybridflow.trainer.run import Run, started
 from hybridflow.weight_sync.push import StagedPush
 from hybridflow.workers import RewardModelGroup, RolloutGroup, RolloutWorker

@@ -39,27 +39,27 @@ from hybridflow.protocol import DataProto
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.trainer.models import check_reference_tokens
-from hybridflow.trainer.ppo.collector import Collector, Collectors, collector_factories
 from hybridflow.trainer.ppo.columns import KLController, find_estimator, kl_controller
 from hybridflow.trainer.ppo.exact import ExactState, settle_exact
 from hybridflow.trainer.ppo.model_rewards import add_reward_model
 from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer
-from hybridflow.trainer.ppo.roles import Roles, needed_roles
 from hybridflow.trainer.ppo.run_plan import Predictor, make_predictor
 from hybridflow.trainer.ppo.sample_log import SampleLog
-from hybridflow.trainer.ppo.skip import DumpedSource
 from hybridflow.trainer.ppo.step import PPOStep
-from hybridflow.trainer.ppo.sync import SourceParts, SyncSource
 from hybridflow.trainer.ppo.validation import Validator
-from hybridflow.trainer.ppo.worker_groups import start_roles
 from hybridflow.trainer.profiling import StepProfiler
 from hybridflow.trainer.replay.kept_rows import KeptRows, not_kept
 from hybridflow.trainer.resume import model_facts
+from hybridflow.trainer.roles.roles import Roles, needed_roles
+from hybridflow.trainer.roles.worker_groups import start_roles
 from hybridflow.trainer.run import Run, huggingface_writer, started, steps_of
+from hybridflow.trainer.schedules.collector import Collector, Collectors, collector_factories
 from hybridflow.trainer.schedules.continuous import ContinuousSource
 from hybridflow.trainer.schedules.ledger import LEDGER_FILE, Ledger
 from hybridflow.trainer.schedules.pinned import PinnedSource
 from hybridflow.trainer.schedules.schedule import Schedule
+from hybridflow.trainer.schedules.skip import DumpedSource
+from hybridflow.trainer.schedules.sync import SourceParts, SyncSource
 from hybridflow.trainer.source import Resumable
 from hybridflow.trainer.state import RunState, SavedEngine
 from hybridflow.trainer.stopping import expiry_of

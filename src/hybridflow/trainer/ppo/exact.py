@@ -22,7 +22,7 @@ from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.errors import ConfigError
 from hybridflow.models.exact_mode import MIN_ROWS, ExactMode
 from hybridflow.trainer.ppo.columns import find_estimator
-from hybridflow.trainer.ppo.roles import Roles
+from hybridflow.trainer.roles.roles import Roles
 from hybridflow.workers import ActorWorker, RolloutWorker
 
 logger = logging.getLogger(__name__)

@@ -23,7 +23,7 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.randomness import generator
 from hybridflow.trainer.ppo.exact import ExactState
-from hybridflow.trainer.ppo.roles import Roles
+from hybridflow.trainer.roles.roles import Roles
 from hybridflow.workers import ActorWorker, RolloutWorker
 from hybridflow.workers.correction import rows_of_version, sampled_rows
 from hybridflow.workers.log_prob_check import (

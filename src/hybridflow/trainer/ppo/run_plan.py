@@ -23,8 +23,8 @@ from hybridflow.controller.worker import Worker
 from hybridflow.distributed.device import measured_cpu, resolve_device
 from hybridflow.distributed.facilities import facilities
 from hybridflow.errors import ConfigError, ModelError
-from hybridflow.models.build import shape_of
-from hybridflow.models.kv_cache import slot_capacity
+from hybridflow.models.cache.kv_cache import slot_capacity
+from hybridflow.models.files.build import shape_of
 from hybridflow.planner.costs import CPU_EFFICIENCY, FITTED, Costs, Lengths, Rows
 from hybridflow.planner.hardware import CPU, HARDWARE, Cluster, cpu_hardware
 from hybridflow.planner.memory import PlannedReplica, RoleEngine, native_quantization
@@ -32,8 +32,8 @@ from hybridflow.planner.model_shape import ModelShape, read_shape
 from hybridflow.planner.pools import shapes_of
 from hybridflow.planner.run_plan import OVERLAPPING, PoolPlan, RunPlan
 from hybridflow.protocol import DataProto
-from hybridflow.trainer.ppo.parallel_layout import is_actors_module, rollout_axes, sizes
-from hybridflow.trainer.ppo.roles import Roles, needed_roles
+from hybridflow.trainer.roles.parallel_layout import is_actors_module, rollout_axes, sizes
+from hybridflow.trainer.roles.roles import Roles, needed_roles
 
 logger = logging.getLogger(__name__)
 

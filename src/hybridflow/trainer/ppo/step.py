@@ -41,7 +41,7 @@ from hybridflow.trainer.ppo.data_metrics import batch_metrics, staleness_metrics
 from hybridflow.trainer.ppo.exact import ExactState
 from hybridflow.trainer.ppo.old_log_probs import OldLogProbs, OldOfStep
 from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer, add_columns
-from hybridflow.trainer.ppo.roles import Roles
+from hybridflow.trainer.roles.roles import Roles
 from hybridflow.workers.actor import POLICY_COLUMNS, ActorGroup
 from hybridflow.workers.correction import correct_rollout
 from hybridflow.workers.losses import find_policy_loss
@@ -66,7 +66,8 @@ class Overlap:
     """Runs jobs that do not depend on each other side by side, a thread for each set of processes.
 
     Roles that share processes, as `are_colocated` says, take turns there anyway: their calls run one after
-    the other in the caller's thread. With everything colocated, and with the local controller, this is a loop.
+    the other in the caller's thread. With everything colocated, and with the local controller, this is a
+    loop.
     """
 
     def __init__(

@@ -16,9 +16,9 @@ from hybridflow.errors import CheckpointError
 from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Occupancy
 from hybridflow.stop_token import stop_token
-from hybridflow.trainer.ppo.sync import SourceParts, SyncSource
 from hybridflow.trainer.schedules.ledger import Ledger
 from hybridflow.trainer.schedules.ledger_state import Replayed
+from hybridflow.trainer.schedules.sync import SourceParts, SyncSource
 
 EnginesIn = Callable[[Literal["busy", "standing"]], float]
 """Returns the seconds since the start in which the engines, on the mean, were in this state."""

@@ -31,7 +31,6 @@ from hybridflow.protocol import DataProto
 from hybridflow.protocol.row_state import rows_of_state, state_of_rows
 from hybridflow.rollout.client import LLMClient, in_own_loop
 from hybridflow.trainer.ppo.columns import whole
-from hybridflow.trainer.ppo.sync import MAX_BARREN_BATCHES, SourceParts
 from hybridflow.trainer.schedules.ahead import CLOSE_SECONDS, AheadSource
 from hybridflow.trainer.schedules.ledger import Ledger
 from hybridflow.trainer.schedules.ledger_state import (
@@ -45,6 +44,7 @@ from hybridflow.trainer.schedules.ledger_state import (
     Taken,
 )
 from hybridflow.trainer.schedules.schedule import Schedule
+from hybridflow.trainer.schedules.sync import MAX_BARREN_BATCHES, SourceParts
 from hybridflow.trainer.source import TrainBatch
 
 logger = logging.getLogger(__name__)

@@ -25,7 +25,6 @@ from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.row_state import rows_of_state, state_of_rows
 from hybridflow.trainer.ppo.columns import whole
-from hybridflow.trainer.ppo.sync import SourceParts
 from hybridflow.trainer.schedules.ahead import CLOSE_SECONDS, LOOK_SECONDS, AheadSource
 from hybridflow.trainer.schedules.ledger import Ledger
 from hybridflow.trainer.schedules.ledger_state import (
@@ -38,6 +37,7 @@ from hybridflow.trainer.schedules.ledger_state import (
     Taken,
     ranges,
 )
+from hybridflow.trainer.schedules.sync import SourceParts
 from hybridflow.trainer.source import TrainBatch
 from hybridflow.workers.rollout_group import StagedWeights
 

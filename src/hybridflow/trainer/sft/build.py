@@ -33,7 +33,7 @@ from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.engines import BatchLimits
 from hybridflow.engines.build import build_engine
 from hybridflow.errors import DataError
-from hybridflow.models.lora import LoraSettings
+from hybridflow.models.adapters.lora import LoraSettings
 from hybridflow.observability.progress import progress
 from hybridflow.protocol import DataProto
 from hybridflow.trainer.models import end_tokens, model_arguments, row_cost

@@ -18,7 +18,7 @@ from hybridflow.data.build import LearningData, build_preference_data, build_rew
 from hybridflow.data.preference import CHOSEN, Comparison, StepRow
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.engines import BatchLimits, OutputSpec, TrainEngine
-from hybridflow.models.build import Kind
+from hybridflow.models.files.build import Kind
 from hybridflow.protocol import DataProto
 from hybridflow.trainer.sft.step import conversation_rows
 from hybridflow.workers.comparison import (

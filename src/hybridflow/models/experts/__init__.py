@@ -1,0 +1,1 @@
+"""Mixtures of experts: their layers, and the routes of tokens to them."""

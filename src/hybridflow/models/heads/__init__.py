@@ -1,0 +1,1 @@
+"""What an output head gives: log-probs, entropies and exact divergences."""

@@ -1,0 +1,238 @@
+"""Builds the engines and workers of one process of a run, whichever backend the process belongs to.
+
+RunFacts ─► WorkerHost of a process asks for a role ─► engine on the devices of its pool ─► worker
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from hybridflow.config import PPOConfig
+from hybridflow.config.layout import engine_keys
+from hybridflow.config.model import OptimConfig
+from hybridflow.config.needs import has_own_reference, wants_full_kl
+from hybridflow.controller import RankInfo, WorkerHost
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.distributed.device import resolve_device
+from hybridflow.engines import BatchLimits, TrainEngine
+from hybridflow.engines.build import build_engine
+from hybridflow.errors import ConfigError, ModelError
+from hybridflow.models.adapters.lora import LoraSettings
+from hybridflow.models.files.build import Kind, shape_of
+from hybridflow.observability.progress import progress
+from hybridflow.trainer.models import end_tokens, model_arguments
+from hybridflow.trainer.roles.parallel_layout import sizes
+from hybridflow.workers import (
+    ActorWorker,
+    CriticWorker,
+    ProcessRewardWorker,
+    ReferenceWorker,
+    RewardModelWorker,
+    RolloutWorker,
+)
+from hybridflow.workers.reference import TEACHER_COLUMN, ReferenceHead
+from hybridflow.workers.rollout_build import build_rollout_worker
+
+
+@dataclass(frozen=True)
+class RunFacts:
+    """Facts of a run that its worker processes need."""
+
+    config: PPOConfig
+    total_steps: int
+    nonfinite: Path
+    """Where the rows of a step that was skipped are written."""
+    vocabulary: int
+    """Tokens that the actor can sample and the tokenizer knows."""
+    end_tokens: tuple[int, ...]
+
+
+def facts_of(config: PPOConfig, tokenizer: Tokenizer, total_steps: int, nonfinite: Path) -> RunFacts:
+    """The facts of a run, read from the model's folder; no weights are loaded."""
+    model = config.actor_rollout_ref.model
+    vocabulary = min(len(tokenizer), shape_of(model).get_text_config().vocab_size)
+    return RunFacts(config, total_steps, nonfinite, vocabulary, tuple(end_tokens(model, tokenizer)))
+
+
+class RoleBuilders:
+    """The factories of one process; roles in it share what they can: the rollout generates with the actor's
+    module.
+    """
+
+    def __init__(self, facts: RunFacts, process: WorkerHost) -> None:
+        self.facts = facts
+        self.config = facts.config
+        self.process = process
+        self.device = resolve_device(self.config.trainer.device)
+
+    def actor(self, info: RankInfo) -> ActorWorker:
+        """Build the policy in training."""
+        config = self.config.actor_rollout_ref.actor
+        rollout = self.config.actor_rollout_ref.rollout
+        trained_steps = max(0, self.facts.total_steps - self.config.trainer.critic_warmup)
+        updates = self._updates(config.ppo_mini_batch_size, config.ppo_epochs) * trained_steps
+        engine = self._engine("policy", "actor", config.optim, updates, config.grad_clip)
+        cap = rollout.log_prob_max_token_len_per_gpu or config.ppo_max_token_len_per_gpu
+        limits = BatchLimits(
+            cap, rollout.log_prob_micro_batch_size_per_gpu, share_prompts=config.use_prefix_grouper
+        )
+        return ActorWorker(engine, config, temperature=rollout.temperature, log_prob_limits=limits)
+
+    def reference(self, info: RankInfo) -> ReferenceWorker:
+        """Build the policy that the run starts from."""
+        config = self.config.actor_rollout_ref.ref
+        rollout = self.config.actor_rollout_ref.rollout
+        cap = (
+            config.log_prob_max_token_len_per_gpu
+            or self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+        )
+        sharing = self.config.actor_rollout_ref.actor.use_prefix_grouper
+        limits = BatchLimits(cap, config.log_prob_micro_batch_size_per_gpu, share_prompts=sharing)
+        own = has_own_reference(self.config)
+        adapters = LoraSettings.from_config(self.config.actor_rollout_ref.model) is not None
+        if adapters and not own and self.process.has("actor"):
+            if wants_full_kl(self.config.actor_rollout_ref.actor):
+                self._actor_engine().policy.reference = ReferenceHead(self._actor_engine(), adapted=True)
+            return ReferenceWorker(
+                self._actor_engine(), temperature=rollout.temperature, limits=limits, without_adapters=True
+            )
+        engine = self._engine("policy", "reference", None, 0, None)
+        self._check_vocabulary(engine, "actor_rollout_ref.ref.model")
+        if wants_full_kl(self.config.actor_rollout_ref.actor):
+            # give the actor's updates the reference's distributions; ModelError for another vocabulary
+            actor = self._actor_engine()
+            if actor.vocabulary != engine.vocabulary:
+                raise ModelError(
+                    f"actor_rollout_ref.actor.kl_loss_type=full compares whole distributions, and the heads "
+                    f"have {actor.vocabulary} and {engine.vocabulary} rows: set low_var_kl, or take a "
+                    "reference with as large a head"
+                )
+            actor.policy.reference = ReferenceHead(engine)
+        return ReferenceWorker(engine, temperature=rollout.temperature, limits=limits)
+
+    def critic(self, info: RankInfo) -> CriticWorker:
+        """Build the value model."""
+        config = self.config.critic
+        assert config.ppo_mini_batch_size is not None and config.ppo_epochs is not None, "filled by resolve"
+        updates = self._updates(config.ppo_mini_batch_size, config.ppo_epochs) * self.facts.total_steps
+        engine = self._engine("value", "critic", config.optim, updates, config.grad_clip)
+        cap = config.forward_max_token_len_per_gpu or config.ppo_max_token_len_per_gpu
+        limits = BatchLimits(cap, config.forward_micro_batch_size_per_gpu)
+        scale_factor = self.config.actor_rollout_ref.actor.loss_scale_factor
+        return CriticWorker(engine, config, forward_limits=limits, loss_scale_factor=scale_factor)
+
+    def teacher(self, info: RankInfo) -> ReferenceWorker:
+        """Build the frozen policy that on-policy distillation learns from."""
+        config = self.config.distillation
+        if config.teacher_model.path is None:
+            raise ConfigError(
+                f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} needs a teacher, and "
+                "distillation.teacher_model.path is "
+                "not set: give a Hugging Face folder or hub name of a model with the actor's vocabulary"
+            )
+        engine = self._engine("policy", "teacher", None, 0, None)
+        self._check_vocabulary(engine, "distillation.teacher_model")
+        limits = BatchLimits(config.log_prob_max_token_len_per_gpu or self._token_cap)
+        return ReferenceWorker(engine, temperature=self._temperature, limits=limits, column=TEACHER_COLUMN)
+
+    def reward_model(self, info: RankInfo) -> RewardModelWorker:
+        """Build the classifier that scores responses."""
+        config = self.config.reward.reward_model
+        engine = self._engine(config.kind, "reward_model", None, 0, None)
+        cap = config.forward_max_token_len_per_gpu
+        assert cap is not None, "filled by resolve"
+        return RewardModelWorker(engine, limits=BatchLimits(cap, config.micro_batch_size_per_gpu))
+
+    def process_reward(self, info: RankInfo) -> ProcessRewardWorker:
+        """Build the implicit process reward model; without a path of its own it starts as the actor does."""
+        config = self.config.reward.process_reward_model
+        updates = (
+            self._updates(config.ppo_mini_batch_size or self.config.data.train_batch_size, 1)
+            * self.facts.total_steps
+        )
+        engine = self._engine("policy", "process_reward", config.optim, updates, config.grad_clip)
+        self._check_vocabulary(engine, "reward.process_reward_model.model")
+        limits = BatchLimits(config.ppo_max_token_len_per_gpu or self._token_cap)
+        return ProcessRewardWorker(engine, config, temperature=self._temperature, limits=limits)
+
+    def rollout(self, info: RankInfo) -> RolloutWorker:
+        """Build generation: with the actor's own module where the actor is in this process, else with weights
+        that are sent.
+        """
+        roles = self.config.actor_rollout_ref
+        model = model_arguments(roles.model, self.device)
+        if roles.actor.fsdp_config.mixed_precision.param_dtype != "auto":
+            # the dtype in which the actor computes
+            model["dtype"] = roles.actor.fsdp_config.mixed_precision.param_dtype
+        actor_engine = None
+        if self.process.has("actor"):
+            actor_engine = self._actor_engine()
+        return build_rollout_worker(
+            roles.rollout,
+            actor_engine=actor_engine,
+            model=model,
+            eos_token_ids=self.facts.end_tokens,
+            lora=LoraSettings.from_config(roles.model, seed=self.config.trainer.seed),
+            tokenizer=self.config.data.tokenizer,
+        )
+
+    @property
+    def _temperature(self) -> float:
+        """Temperature at which all policies of a run give log-probs: the rollout's."""
+        return self.config.actor_rollout_ref.rollout.temperature
+
+    @property
+    def _token_cap(self) -> int:
+        return self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
+
+    def _actor_engine(self) -> TrainEngine:
+        worker = self.process.worker("actor")
+        assert isinstance(worker, ActorWorker)
+        return worker.engine
+
+    def _check_vocabulary(self, engine: TrainEngine, key: str) -> None:
+        """Raise ModelError for a model that has no log-prob for some token of the actor's; rows of padding
+        may be more or fewer.
+        """
+        theirs = engine.vocabulary
+        ours = self.facts.vocabulary
+        if theirs < ours:
+            raise ModelError(
+                f"{key} has a vocabulary of {theirs} tokens and the actor one of {ours}: their token ids "
+                "must mean the same, so choose a model of the actor's family"
+            )
+
+    def _updates(self, groups: int, epochs: int) -> int:
+        return -(-self.config.data.train_batch_size // groups) * epochs
+
+    def _engine(
+        self,
+        kind: Kind,
+        role: str,
+        optim: OptimConfig | None,
+        updates: int,
+        grad_clip: float | None,
+    ) -> TrainEngine:
+        """The engine of a role, over the processes of its pool; without `optim` it only computes."""
+        fsdp, _, model = engine_keys(self.config, role)
+        trainer = self.config.trainer
+        lora = None
+        if optim is not None:
+            lora = LoraSettings.from_config(model, seed=trainer.seed)
+        with progress.phase(f"loading the model of the {role.replace('_', ' ')}"):
+            return build_engine(
+                kind,
+                model_arguments(model, self.device),
+                name=role,
+                optim=optim,
+                total_steps=updates,
+                grad_clip=grad_clip,
+                max_nonfinite_steps=trainer.max_nonfinite_steps,
+                dump_dir=self.facts.nonfinite,
+                fsdp=fsdp,
+                layout=sizes(self.config, role, self.process.place.world_size),
+                activation_offload=model.enable_activation_offload,
+                lora=lora,
+                freeze_vision_tower=model.freeze_vision_tower and optim is not None,
+            )

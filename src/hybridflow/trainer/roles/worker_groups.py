@@ -1,0 +1,73 @@
+"""The worker groups of a run, started by its configuration: for the trainer, and for a loop of one's own.
+
+config ─► roles ─► devices ─► a backend, whose processes build engines and workers ─► Roles
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+from hybridflow.config import PPOConfig
+from hybridflow.controller import Factories, MeshInfo, Placement, WorkerFactory, WorkerHost
+from hybridflow.controller.build import Start, data_parallel, hosting
+from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.distributed.device import set_threads
+from hybridflow.errors import ConfigError
+from hybridflow.observability.progress import progress
+from hybridflow.trainer.roles.parallel_layout import meshes
+from hybridflow.trainer.roles.role_builders import facts_of
+from hybridflow.trainer.roles.roles import ROLES, Roles, factories, groups, needed_roles
+from hybridflow.trainer.run_folder import RunFolder
+
+
+@contextmanager
+def worker_groups(
+    config: PPOConfig,
+    tokenizer: Tokenizer,
+    total_steps: int,
+    *,
+    more: Mapping[str, WorkerFactory] | None = None,
+) -> Iterator[Roles]:
+    """Start the workers of a prepared configuration, and end them with the context.
+
+    `total_steps` is the number of training steps by which learning rates are scheduled. `more` has a factory
+    for each role of your own; its workers are data-parallel, and share the processes of the first pool. Their
+    group is `WorkerGroup(roles.actor.backend, name)`. Raises ConfigError where devices are missing, and where
+    a name in `more` is that of a role of the library.
+    """
+    more = more or {}
+    taken = sorted({spec.name for spec in ROLES} & set(more))
+    if taken:
+        raise ConfigError(f"a role of your own cannot be called {taken[0]}, which is a role of the library")
+    set_threads(config.trainer.num_threads)
+    nonfinite = RunFolder(config.trainer.default_local_dir).nonfinite
+    with hosting(config.trainer, config.ray_kwargs, [*needed_roles(config), *more]) as start:
+        yield start_roles(config, tokenizer, start, total_steps, nonfinite, more)
+
+
+def start_roles(
+    config: PPOConfig,
+    tokenizer: Tokenizer,
+    start: Start,
+    total_steps: int,
+    nonfinite: Path,
+    more: Mapping[str, WorkerFactory],
+) -> Roles:
+    """Start the worker processes by `start`, and return the groups of the run's roles.
+
+    Rows of a step that was skipped are written into the folder `nonfinite`. `more` is that of
+    `worker_groups`.
+    """
+    names = needed_roles(config)
+    facts = facts_of(config, tokenizer, total_steps, nonfinite)
+
+    def make(process: WorkerHost) -> Factories:
+        return {**factories(facts, process), **more}
+
+    def arrange(placement: Placement) -> Mapping[str, MeshInfo]:
+        return {**data_parallel(placement), **meshes(config, names, placement)}
+
+    with progress.phase("starting the workers"):
+        return groups(start(make, arrange), names, config)

@@ -1,0 +1,1 @@
+"""How weights go to engines of other processes: channel, transports, sender, receiver."""

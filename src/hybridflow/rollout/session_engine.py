@@ -149,7 +149,7 @@ def request_problem(
             "only: use rollout.name=native with a model that reads pictures, or leave them out of the data"
         )
     begun = request.partial_response
-    named = {"prompt": prompt, "begun": begun.token_ids, "stop_token_ids": sampling.stop_token_ids}
+    named = {"prompt": prompt, "partial_response": begun.token_ids, "stop_token_ids": sampling.stop_token_ids}
     for name, ids in named.items():
         for token in (min(ids, default=0), max(ids, default=0)):
             if vocabulary is not None and not 0 <= token < vocabulary:
@@ -160,7 +160,7 @@ def request_problem(
             "further one: raise data.max_response_length, or take the response as it is"
         )
     if begun and sampling.top_log_probs and begun.top_log_probs is None:
-        return "begun has no top_log_probs, and the request asks for them: give them too, or ask for none"
+        return "partial_response has no top_log_probs, which the request asks for: give them too, or ask for none"
     if positions is not None and request.most_tokens > positions:
         return (
             f"prompt of {len(prompt)} tokens + max_tokens {sampling.max_tokens} = {request.most_tokens} is "

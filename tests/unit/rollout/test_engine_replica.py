@@ -79,7 +79,7 @@ class StepByStep(ScriptedEngine):
     def __init__(self) -> None:
         super().__init__()
         self.allowed = threading.Semaphore(0)
-        self.partial_response = threading.Semaphore(0)
+        self.begun = threading.Semaphore(0)
 
     def _new_session(self, closed: bool) -> Any:
         session: Any = super()._new_session(closed)

@@ -179,7 +179,7 @@ class SlowTokenizer(CountingTokenizer):
 
     def __init__(self) -> None:
         super().__init__()
-        self.partial_response, self.go_on = threading.Event(), threading.Event()
+        self.begun, self.go_on = threading.Event(), threading.Event()
         self.slow: list[str] = []
 
     def __call__(self, text: str, **options: Any) -> Any:

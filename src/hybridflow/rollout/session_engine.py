@@ -160,7 +160,9 @@ def request_problem(
             "further one: raise data.max_response_length, or take the response as it is"
         )
     if begun and sampling.top_log_probs and begun.top_log_probs is None:
-        return "partial_response has no top_log_probs, which the request asks for: give them too, or ask for none"
+        return (
+            "partial_response lacks the top_log_probs that the request asks for: give them, or ask for none"
+        )
     if positions is not None and request.most_tokens > positions:
         return (
             f"prompt of {len(prompt)} tokens + max_tokens {sampling.max_tokens} = {request.most_tokens} is "

@@ -51,7 +51,7 @@ def assert_counted(cache: PagedCache, kept: list[Any]) -> None:
     for one in kept:
         for block in one.copy.blocks:
             counts[block] += 1
-    assert counts == pool.counts
+    assert counts == pool.ref_counts
     assert sorted(pool.free) == [block for block, count in enumerate(counts) if count == 0]
     assert pool.size <= cache.max_blocks
 

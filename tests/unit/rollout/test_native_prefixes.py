@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import random
+from itertools import takewhile
 from time import process_time
 
 import pytest
 
 from hybridflow.models.cache.kv_cache import SlotCopy
 from hybridflow.protocol.prompt import Medium, Prompt
-from hybridflow.rollout.native.prefixes import LEAST, Prefix, PrefixCache, common_length
+from hybridflow.rollout.native.prefixes import PREFIX_BLOCK, Prefix, PrefixCache
 
 COPY = SlotCopy({}, {})
 
@@ -29,6 +30,10 @@ def listed_in(cache: PrefixCache) -> set[Prefix]:
     return {prefix for listed in cache._by_hash.values() for prefix in listed}
 
 
+def shared_by_counting(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_what_is_found_is_the_longest_of_all(seed: int) -> None:
     draw = random.Random(seed)
@@ -42,10 +47,10 @@ def test_what_is_found_is_the_longest_of_all(seed: int) -> None:
     for _ in range(60):
         cache.add(branch(), COPY)
         prompt = branch()
-        longest = max(min(common_length(prompt, other), len(prompt) - 1) for other in kept_of(cache))
+        longest = max(min(shared_by_counting(prompt, other), len(prompt) - 1) for other in kept_of(cache))
         prefix, shared = cache.find(prompt)
         if prefix is None:
-            assert longest < LEAST and shared == 0
+            assert longest < PREFIX_BLOCK and shared == 0
         else:
             assert shared == longest and prefix.units[:longest] == prompt[:longest]
     assert listed_in(cache) == set(cache._copies)
@@ -66,7 +71,7 @@ def test_equal_prompts_meet_however_short_they_are_and_compute_their_last_token(
             prefix, shared = cache.find(prompt)
             assert (prefix, shared) == ((own, length - 1) if length > 1 else (None, 0))
             _, longer = cache.find((*prompt, 99, 98))
-            assert longer == (length if parts and length >= LEAST else 0)
+            assert longer == (length if parts and length >= PREFIX_BLOCK else 0)
 
 
 def test_a_prefix_of_rows_lasts_as_long_as_the_last_of_them() -> None:

@@ -162,6 +162,10 @@ def test_a_client_that_takes_nothing_of_its_stream_is_left() -> None:
 def test_a_deadline_is_504_or_an_event() -> None:
     with serve_script(endless, limits=Limits(deadline_s=0.1), seconds=0.05) as server:
         assert "within 0.1 s" in reason(server.http.post(PLAIN, json=LONG), 504)
+        server.wait_idle()
+    with serve_script(
+        endless, limits=Limits(deadline_s=3.0), seconds=0.05
+    ) as server:  # a stream has begun by then
         text = server.http.post(PLAIN, json={**LONG, "stream": True}).text
         assert '"code": "deadline_passed"' in text and text.endswith("data: [DONE]\n\n")
         server.wait_idle()

@@ -200,13 +200,13 @@ class KVCache(ABC):
         They shall reach `longest` tokens, and the first `shared` ones are those of `source`.
         """
 
-    @abstractmethod
     def grow(self, running: int, rows: int, length: int, *, live: int = 0, longest: int = 0) -> bool:
         """Make place for `rows` rows, the longest of `length` tokens, of which the first `running` stay.
 
         New rows are empty. `live` is the number of rows that there may soon be, `longest` the most tokens of
-        any request. False where memory ends; then nothing has changed.
+        any request. False where memory ends; then nothing has changed. A row in blocks takes them in `extend`.
         """
+        return True
 
     def extend(self, rows: Sequence[int], length: int) -> bool:
         """Take memory for these rows up to `length` tokens; False where it ends."""

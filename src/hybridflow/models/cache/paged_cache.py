@@ -33,7 +33,7 @@ class BlockPool:
     """The free blocks, and how many rows and kept copies hold each of the others."""
 
     def __init__(self) -> None:
-        self.counts = [1]
+        self.ref_counts = [1]
         self.row_counts = [1]
         self.free: list[int] = []
         self.in_rows = 0
@@ -42,19 +42,19 @@ class BlockPool:
     @property
     def size(self) -> int:
         """Number of blocks, block 0 included."""
-        return len(self.counts)
+        return len(self.ref_counts)
 
     def grow(self, size: int) -> None:
         """Add free blocks until there are `size`."""
         more = size - self.size
         self.free += range(self.size, size)
-        self.counts += [0] * more
+        self.ref_counts += [0] * more
         self.row_counts += [0] * more
 
     def hold(self, blocks: Iterable[int], *, by_row: bool) -> None:
         """Count one more holder of these blocks."""
         for block in blocks:
-            self.counts[block] += 1
+            self.ref_counts[block] += 1
             if by_row:
                 self.in_rows += self.row_counts[block] == 0
                 self.row_counts[block] += 1
@@ -62,8 +62,8 @@ class BlockPool:
     def release(self, blocks: Iterable[int], *, by_row: bool) -> None:
         """Count one holder less of these blocks, and free those without any."""
         for block in blocks:
-            self.counts[block] -= 1
-            if self.counts[block] == 0:
+            self.ref_counts[block] -= 1
+            if self.ref_counts[block] == 0:
                 self.free.append(block)
             if by_row:
                 self.row_counts[block] -= 1
@@ -156,20 +156,17 @@ class PagedCache(KVCache):
         The blocks of a kept copy cannot be evicted while it is shared.
         """
         kept = sum(self.pool.row_counts[block] == 0 for block in self._blocks_of(source))
-        first = kept + self.num_blocks(longest) - shared // self.block_size
-        more = self.num_blocks(longest) - length // self.block_size
+        blocks_of_first = kept + self.num_blocks(longest) - shared // self.block_size
+        # each other row has the full blocks of the context in common with the first
+        blocks_of_each_other = self.num_blocks(longest) - length // self.block_size
         free = self.num_obtainable - self._planned
-        if free < first:
+        if free < blocks_of_first:
             return 0
         fitting = count
-        if more:
-            fitting = min(count, 1 + (free - first) // more)
-        self._planned += first + more * (fitting - 1)
+        if blocks_of_each_other:
+            fitting = min(count, 1 + (free - blocks_of_first) // blocks_of_each_other)
+        self._planned += blocks_of_first + blocks_of_each_other * (fitting - 1)
         return fitting
-
-    def grow(self, running: int, rows: int, length: int, *, live: int = 0, longest: int = 0) -> bool:
-        """Do nothing: each row takes its blocks in `extend`."""
-        return True
 
     def extend(self, rows: Sequence[int], length: int) -> bool:
         """Take blocks for these rows up to `length` tokens; False where they end."""
@@ -305,7 +302,7 @@ class PagedCache(KVCache):
     def wipe(self, rows: Sequence[int]) -> None:
         """Zero the blocks that only these rows hold: entries that a mask hides still have to be finite."""
         held = Counter(block for row in rows for block in self.blocks[row])
-        own = [block for block, count in held.items() if self.pool.counts[block] == count]
+        own = [block for block, count in held.items() if self.pool.ref_counts[block] == count]
         index = to_device([0, *own], self.device)
         for stored in (*self.keys.values(), *self.values.values()):
             stored.index_fill_(0, index, 0)

@@ -2,8 +2,8 @@
 
     a running row's context, or a kept copy ──add──► chained hashes ◄──find── the next prompt ──► prefix hit
 
-Every whole block of LEAST units has a hash of itself and of all blocks before it, so equal hashes mean equal
-beginnings; a unit is a token or a place of a medium. All of it is valid for one state of the weights, and
+Every whole block of PREFIX_BLOCK units has a hash of itself and of all blocks before it, so equal hashes mean
+equal beginnings; a unit is a token or a place of a medium. All of it is valid for one state of the weights, and
 dropped with it. At least one token of a prompt is always computed, for its hidden state.
 """
 
@@ -16,8 +16,8 @@ from itertools import islice
 from hybridflow.models.cache.kv_cache import RowCopy
 from hybridflow.protocol.prompt import Units
 
-LEAST = 16
-"""Units of a block. Fewer common ones are not looked for, except in equal prompts."""
+PREFIX_BLOCK = 16
+"""Units of a block, and the fewest common ones that are looked for, except in equal prompts."""
 MOST_COMPARED = 64
 """Of prefixes that share as many blocks with a prompt, as many of the newest are compared."""
 MOST_KEPT = 1024
@@ -85,7 +85,10 @@ class PrefixCache:
             prefix.copy = None  # its memory is free, whoever knows the prefix
 
     def find(self, prompt: Units) -> tuple[Prefix | None, int]:
-        """Return the prefix that shares most with the prompt, its last token aside, and how many units."""
+        """Return the prefix that shares most with the prompt, its last token aside, and how many units.
+
+        Hashes only nominate; the units themselves decide how many are shared.
+        """
         nearest: dict[Prefix, None] = {}
         for number in self._hashes(prompt):
             if number not in self._by_hash:
@@ -118,20 +121,20 @@ class PrefixCache:
     def _hashes(self, units: Units) -> list[int]:
         """Return a hash of each beginning of whole blocks, and one of all units for equal prompts."""
         hashes = []
-        number = 0
-        whole = 0
+        beginning = 0
+        stop = 0
         if self.share_parts:
-            for whole in range(LEAST, len(units) + 1, LEAST):
-                number = hash((number, units[whole - LEAST : whole]))
-                hashes.append(number)
-        return [*hashes, hash((number, len(units), units[whole:]))]
+            for stop in range(PREFIX_BLOCK, len(units) + 1, PREFIX_BLOCK):
+                beginning = hash((beginning, units[stop - PREFIX_BLOCK : stop]))
+                hashes.append(beginning)
+        return [*hashes, hash((beginning, len(units), units[stop:]))]
 
 
 def common_length(first: Sequence[object], second: Sequence[object]) -> int:
     """How many units two sequences begin with in common; by halving, since slices compare fast."""
     low = 0
     high = min(len(first), len(second))
-    while low < high:
+    while low < high:  # the first `low` units are equal, and those beyond `high` are not all
         middle = (low + high + 1) // 2
         if first[low:middle] == second[low:middle]:
             low = middle

@@ -12,13 +12,13 @@ single pass may enter, and other long ones wait.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hybridflow.protocol.prompt import Units
 from hybridflow.rollout.base import GenerationRequest
-from hybridflow.rollout.native.prefixes import LEAST, Prefix
+from hybridflow.rollout.native.prefixes import PREFIX_BLOCK, Prefix
 
 
 @dataclass(frozen=True, eq=False)
@@ -63,7 +63,7 @@ class Scheduler:
         self.max_batched_tokens = max_batched_tokens
         self.num_waiting = 0
         """Number of requests that have not entered."""
-        self._groups: dict[Units, deque[GenerationRequest]] = {}
+        self._groups: OrderedDict[Units, deque[GenerationRequest]] = OrderedDict()
 
     @property
     def waiting(self) -> list[GenerationRequest]:
@@ -87,7 +87,8 @@ class Scheduler:
         if context in self._groups:
             self._groups[context].appendleft(request)
         else:
-            self._groups = {context: deque([request]), **self._groups}
+            self._groups[context] = deque([request])
+            self._groups.move_to_end(context, last=False)
 
     def may_enter(self, running: int) -> bool:
         """Return whether to admit now, beside `running` rows.
@@ -162,7 +163,7 @@ class Scheduler:
 def _worth_waiting_for(batch: Sequence[Admission], context: Units, start: int) -> bool:
     """Return whether a prompt shares so much with this pass that it should enter after it."""
     # so much must be shared that waiting saves at least half of the work
-    wanted = max(LEAST, (len(context) + start + 1) // 2)
+    wanted = max(PREFIX_BLOCK, (len(context) + start + 1) // 2)
     beginning = context[:wanted]
     return any(
         one.context == context or (one.stop >= wanted and one.context[:wanted] == beginning) for one in batch

@@ -35,7 +35,7 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol.prompt import token_ids_of
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput, RolloutStats
 from hybridflow.rollout.native.graphs import GraphDecoder, GraphSampler
-from hybridflow.rollout.native.prefixes import LEAST, Prefix, PrefixCache
+from hybridflow.rollout.native.prefixes import PREFIX_BLOCK, Prefix, PrefixCache
 from hybridflow.rollout.native.responses import Choice, Row, StopTexts, begun_beyond
 from hybridflow.rollout.native.rows import RowTable
 from hybridflow.rollout.native.scheduler import Admission, Scheduler
@@ -483,7 +483,7 @@ class Session:
         assert context is not None
         units = row.request.prompt.key + tuple(output.token_ids[:-1])
         keeps_finished = self.settings.share_prefixes and not self.settings.closed
-        if not keeps_finished or len(units) < LEAST:
+        if not keeps_finished or len(units) < PREFIX_BLOCK:
             units = context.units
             if context.rows or not self.scheduler.awaits(units):
                 return

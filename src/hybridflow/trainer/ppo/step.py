@@ -53,6 +53,199 @@ KEPT_COLUMNS = (*POLICY_COLUMNS, MEDIA, "rollout_log_probs", ROUTES)
 """The columns that workers of several roles or in several calls read."""
 
 
+class PPOStep:
+    """The part of a training step between generation and the next weights.
+
+    Its whole state is in `kl_controller`, `exact` and `buffer`.
+    """
+
+    def __init__(
+        self,
+        roles: Roles,
+        config: PPOConfig,
+        kl_controller: KLController,
+        timer: Timer,
+        *,
+        exact: ExactState,
+        shows: Callable[[int], bool] = lambda step: True,
+        buffer: ReplayBuffer | None = None,
+    ) -> None:
+        """Build the parts of a step. `exact` says whether rollout and actor are in exact mode, in which the
+        rollout's log-probs are the actor's. `shows` says of a step whether samples of it are kept token by
+        token: then the batch comes back with all columns, also those that only workers read. `buffer` has the
+        rows of earlier steps that PF-PPO may draw again.
+        """
+        self.roles = roles
+        self.config = config
+        self.kl_controller = kl_controller
+        self.timer = timer
+        self.shows = shows
+        self.buffer = buffer
+        roles.actor.backend.driver_bytes()  # from now on they are those of steps
+        self.side_by_side = Overlap(roles.are_colocated, timer, roles.alone)
+        # once: a user's file may be edited while the run goes on
+        self.estimator = find_estimator(config.algorithm)
+        self.loss = find_policy_loss(config.actor_rollout_ref.actor)
+        self.read_here = columns_fetched(config, self.estimator, self.loss)
+        squares = "sum_pi_squared" in self.estimator.needs
+        self.old_log_probs = OldLogProbs(roles, config, exact=exact, with_sum_pi_squared=squares)
+
+    def __call__(self, batch: DataProto, step: int) -> tuple[DataProto, Metrics]:
+        """Train on `batch` as step number `step` (from 1); return the batch with its columns, and the
+        metrics. A batch without rows, whose trajectories have all failed, makes no update.
+        """
+        metrics = Metrics()
+        if not len(batch):
+            self._renew_reference(step)
+            metrics.add_sum("perf/total_num_tokens", 0.0)
+            return batch, metrics
+        own = batch  # the rows of this step
+        own |= self._keep(own)  # from now on workers of all roles read the tokens where they are
+        if self.buffer is not None:
+            batch = self.buffer.join(own, step, self._keep)  # rows of earlier steps, behind its own
+        batch |= identify(batch)  # group_ids, positive
+        columns, old = self._passes(batch, step)
+        batch |= columns  # old_log_probs, ref_log_prob, teacher_log_probs, values
+        batch |= self.roles.actor.fetch(batch, None if self.shows(step) else self.read_here)
+        if self.roles.process_reward:
+            with self.timer("process_reward"), self.roles.alone(self.roles.process_reward.role):
+                batch |= self._process_rewards(batch, len(own), step, metrics)  # process_rewards
+        with self.timer("adv"):
+            rewards, kl = apply_kl_penalty(batch, self.config.algorithm, self.kl_controller, len(own))
+            batch |= rewards  # token_level_rewards
+            batch = self._correct_rollout(batch, metrics)  # rollout_is_weights, a narrower loss_mask
+            batch |= estimate_advantages(batch, self.config, self.estimator)  # advantages, returns
+        if batch is not own:
+            add_columns(own, batch)
+        metrics.update(kl)
+        metrics.update(self._measure(batch, own, old))
+        leave_out_unpaired(batch, self.loss)  # a narrower loss_mask, for a loss over the rows of a group
+        if self.config.algorithm.use_pf_ppo:
+            batch = self._draw(batch, own, step, metrics)
+        for found in self.side_by_side(self._updates(batch, own, step, old)):
+            metrics.update(found)
+        self.old_log_probs.after_update(old, metrics, step)
+        self._renew_reference(step)
+        if moved := self.roles.actor.backend.driver_bytes():
+            metrics.add_sum("perf/driver_bytes", float(moved))
+        return batch, metrics
+
+    def _renew_reference(self, step: int) -> None:
+        """Copy the actor's weights to the reference where it is due."""
+        frequency = self.config.algorithm.ref_update_freq
+        if self.roles.reference and frequency and step % frequency == 0:
+            self.roles.reference.copy_from(self.roles.actor)
+
+    def _keep(self, rows: DataProto) -> DataProto:
+        """Return the remote columns of tokens, which leave the driver once."""
+        return self.roles.actor.keep(rows, KEPT_COLUMNS)
+
+    def _passes(self, batch: DataProto, step: int) -> tuple[DataProto, OldOfStep]:
+        """Return what the models say of the batch before the update, as columns that stay with the workers,
+        and where the old log-probs among them come from.
+        """
+        roles = self.roles
+        first = partial(self.old_log_probs, batch, self._first_plan(step), step)
+        jobs: list[Job[Any]] = [Job("actor", "old_log_prob", first)]
+        if roles.reference:
+            jobs.append(Job("reference", "ref", partial(roles.reference.keep_log_probs, batch)))
+        if roles.teacher:
+            jobs.append(Job("teacher", "teacher", partial(roles.teacher.keep_log_probs, batch)))
+        if roles.critic:
+            jobs.append(Job("critic", "values", partial(roles.critic.keep_values, batch)))
+        with stop_token.leavable():  # no pass changes a state
+            found = self.side_by_side(jobs)
+        old: OldOfStep = found[0]
+        columns = DataProto()
+        for each in (old.columns, *found[1:]):  # from the actor's pass also entropys, sum_pi_squared
+            columns |= each
+        return columns, old
+
+    def _updates(self, batch: DataProto, own: DataProto, step: int, old: OldOfStep) -> list[Job[Metrics]]:
+        """Return the updates of the critic and, once it has warmed up, of the actor."""
+        config = self.config
+        drawn_from = len(set(own.non_tensor_batch["uid"])) if config.algorithm.use_pf_ppo else None
+        updates: list[Job[Metrics]] = []
+        if self.roles.critic:
+            plan = self._plan(config.critic, step, drawn_from)
+            updates.append(Job("critic", "update_critic", partial(self.roles.critic.update, batch, plan)))
+        if step > config.trainer.critic_warmup:
+            hook = mini_batch_hook(self.roles.actor, config, self.loss, step)
+            plan = self._plan(config.actor_rollout_ref.actor, step, drawn_from)
+            learn = partial(self.roles.actor.update, batch, plan, prepare=hook, watch=old.watch)
+            updates.append(Job("actor", "update_actor", learn))
+        return updates
+
+    def _draw(self, batch: DataProto, own: DataProto, step: int, metrics: Metrics) -> DataProto:
+        """Draw as many trajectories as this step has itself, by their scores (PF-PPO)."""
+        rng = generator(self.config.trainer.seed, "pf_ppo", step)
+        drawn = resample(batch, self.config.algorithm.pf_ppo, rng, len(ByTrajectory(own).samples))
+        if self.buffer is not None:
+            metrics.update(self.buffer.note_drawn(drawn, own, step))
+        return drawn
+
+    def _process_rewards(self, batch: DataProto, num_new: int, step: int, metrics: Metrics) -> DataProto:
+        """Return q_t of the implicit process reward model.
+
+        It learns from the outcomes of the step's own rows, the first `num_new`, before or after it scores the
+        batch (`process_reward_model.update`).
+        """
+        group = self.roles.process_reward
+        config = self.config.reward.process_reward_model
+        assert group is not None and config.ppo_mini_batch_size is not None, "filled by resolve"
+        plan = MiniBatchPlan(config.ppo_mini_batch_size, 1, True, self.config.trainer.seed, step)
+        if config.update == "before":
+            metrics.update(group.update(batch[:num_new], plan))
+        rewards = group.rewards(batch)
+        if config.update == "after":
+            metrics.update(group.update(batch[:num_new], plan))
+        return rewards
+
+    def _correct_rollout(self, batch: DataProto, metrics: Metrics) -> DataProto:
+        """Add weights and narrow `loss_mask` against the policy that sampled.
+
+        In bypass mode each mini-batch is corrected for itself. Without a correction workers measure the
+        rollout (`OldOfStep.off_policy`).
+        """
+        correction = self.config.algorithm.rollout_correction
+        if correction.bypass_mode or not correction.corrects:
+            return batch
+        found = correct_rollout(batch, correction, batch.batch["old_log_probs"])
+        metrics.update(found.metrics)
+        if found.keep is not None:
+            batch.narrow_loss_mask(found.keep)
+        if found.weights is not None:
+            batch |= DataProto.from_dict({"rollout_is_weights": found.weights})
+        return batch
+
+    def _measure(self, batch: DataProto, own: DataProto, old: OldOfStep) -> Metrics:
+        """Return the metrics of the step's own rows, and how stale the tokens of all rows are."""
+        metrics = batch_metrics(own, has_critic=self.roles.critic is not None)
+        metrics.update(old.metrics)
+        metrics.update(staleness_metrics(batch, self.roles.actor.version))
+        metrics.update(self.roles.actor.measure(batch, old.off_policy))
+        return metrics
+
+    def _first_plan(self, step: int) -> MiniBatchPlan | None:
+        """Return the plan of the step's update if it already says which rows the first mini-batch learns
+        from.
+        """
+        if step <= self.config.trainer.critic_warmup or self.config.algorithm.use_pf_ppo:
+            return None
+        if self.loss.keeps_groups:  # which rows are left out is known with the advantages
+            return None
+        return self._plan(self.config.actor_rollout_ref.actor, step)
+
+    def _plan(
+        self, keys: ActorConfig | CriticConfig, step: int, drawn_from: int | None = None
+    ) -> MiniBatchPlan:
+        size = keys.ppo_mini_batch_size
+        epochs = keys.ppo_epochs
+        shuffle = keys.shuffle
+        assert size is not None and epochs is not None and shuffle is not None, "filled by resolve"
+        return MiniBatchPlan(size, epochs, shuffle, self.config.trainer.seed, step, drawn_from)
+
+
 @dataclass(frozen=True)
 class Job(Generic[T]):
     """A call on a role, with the section of the step's timing that it is counted in."""
@@ -114,199 +307,6 @@ class Overlap:
             lanes = [lane for lane in lanes if lane not in touched]
             lanes.append(sorted([index, *(other for lane in touched for other in lane)]))
         return sorted(lanes)
-
-
-class PPOStep:
-    """The part of a training step between generation and the next weights.
-
-    Its whole state is in `kl_controller`, `exact` and `buffer`.
-    """
-
-    def __init__(
-        self,
-        roles: Roles,
-        config: PPOConfig,
-        kl_controller: KLController,
-        timer: Timer,
-        *,
-        exact: ExactState,
-        shows: Callable[[int], bool] = lambda step: True,
-        buffer: ReplayBuffer | None = None,
-    ) -> None:
-        """Build the parts of a step. `exact` says whether rollout and actor are in exact mode, in which the
-        rollout's log-probs are the actor's. `shows` says of a step whether samples of it are kept token by
-        token: then the batch comes back with all columns, also those that only workers read. `buffer` has the
-        rows of earlier steps that PF-PPO may draw again.
-        """
-        self.roles = roles
-        self.config = config
-        self.kl_controller = kl_controller
-        self.timer = timer
-        self.shows = shows
-        self.buffer = buffer
-        roles.actor.backend.driver_bytes()  # from now on they are those of steps
-        self.side_by_side = Overlap(roles.are_colocated, timer, roles.alone)
-        # once: a user's file may be edited while the run goes on
-        self.estimator = find_estimator(config.algorithm)
-        self.loss = find_policy_loss(config.actor_rollout_ref.actor)
-        self.read_here = columns_fetched(config, self.estimator, self.loss)
-        squares = "sum_pi_squared" in self.estimator.needs
-        self.old_log_probs = OldLogProbs(roles, config, exact=exact, with_sum_pi_squared=squares)
-
-    def __call__(self, batch: DataProto, step: int) -> tuple[DataProto, Metrics]:
-        """Train on `batch` as step number `step` (from 1); return the batch with its columns, and the
-        metrics. A batch without rows, whose trajectories have all failed, makes no update.
-        """
-        metrics = Metrics()
-        if not len(batch):
-            self._renew_reference(step)
-            metrics.add_sum("perf/total_num_tokens", 0.0)
-            return batch, metrics
-        new = batch
-        new |= self._keep(new)  # from now on workers of all roles read the tokens where they are
-        if self.buffer is not None:
-            batch = self.buffer.join(new, step, self._keep)  # rows of earlier steps, behind those of this one
-        batch |= identify(batch)  # group_ids, positive
-        columns, old = self._passes(batch, step)
-        batch |= columns  # old_log_probs, ref_log_prob, teacher_log_probs, values
-        batch |= self.roles.actor.fetch(batch, None if self.shows(step) else self.read_here)
-        if self.roles.process_reward:
-            with self.timer("process_reward"), self.roles.alone(self.roles.process_reward.role):
-                batch |= self._process_rewards(batch, len(new), step, metrics)  # process_rewards
-        with self.timer("adv"):
-            rewards, kl = apply_kl_penalty(batch, self.config.algorithm, self.kl_controller, len(new))
-            batch |= rewards  # token_level_rewards
-            batch = self._correct_rollout(batch, metrics)  # rollout_is_weights, a narrower loss_mask
-            batch |= estimate_advantages(batch, self.config, self.estimator)  # advantages, returns
-        if batch is not new:
-            add_columns(new, batch)
-        metrics.update(kl)
-        metrics.update(self._measure(batch, new, old))
-        leave_out_unpaired(batch, self.loss)  # a narrower loss_mask, for a loss over the rows of a group
-        if self.config.algorithm.use_pf_ppo:
-            batch = self._draw(batch, new, step, metrics)
-        for found in self.side_by_side(self._updates(batch, new, step, old)):
-            metrics.update(found)
-        self.old_log_probs.after_update(old, metrics, step)
-        self._renew_reference(step)
-        if moved := self.roles.actor.backend.driver_bytes():
-            metrics.add_sum("perf/driver_bytes", float(moved))
-        return batch, metrics
-
-    def _renew_reference(self, step: int) -> None:
-        """Copy the actor's weights to the reference where it is due."""
-        frequency = self.config.algorithm.ref_update_freq
-        if self.roles.reference and frequency and step % frequency == 0:
-            self.roles.reference.copy_from(self.roles.actor)
-
-    def _keep(self, rows: DataProto) -> DataProto:
-        """Return the remote columns of tokens, which leave the driver once."""
-        return self.roles.actor.keep(rows, KEPT_COLUMNS)
-
-    def _passes(self, batch: DataProto, step: int) -> tuple[DataProto, OldOfStep]:
-        """Return what the models say of the batch before the update, as columns that stay with the workers,
-        and where the old log-probs among them come from.
-        """
-        roles = self.roles
-        first = partial(self.old_log_probs, batch, self._first_plan(step), step)
-        jobs: list[Job[Any]] = [Job("actor", "old_log_prob", first)]
-        if roles.reference:
-            jobs.append(Job("reference", "ref", partial(roles.reference.keep_log_probs, batch)))
-        if roles.teacher:
-            jobs.append(Job("teacher", "teacher", partial(roles.teacher.keep_log_probs, batch)))
-        if roles.critic:
-            jobs.append(Job("critic", "values", partial(roles.critic.keep_values, batch)))
-        with stop_token.leavable():  # no pass changes a state
-            found = self.side_by_side(jobs)
-        old: OldOfStep = found[0]
-        columns = DataProto()
-        for each in (old.columns, *found[1:]):  # from the actor's pass also entropys, sum_pi_squared
-            columns |= each
-        return columns, old
-
-    def _updates(self, batch: DataProto, new: DataProto, step: int, old: OldOfStep) -> list[Job[Metrics]]:
-        """Return the updates of the critic and, once it has warmed up, of the actor."""
-        config = self.config
-        drawn_from = len(set(new.non_tensor_batch["uid"])) if config.algorithm.use_pf_ppo else None
-        updates: list[Job[Metrics]] = []
-        if self.roles.critic:
-            plan = self._plan(config.critic, step, drawn_from)
-            updates.append(Job("critic", "update_critic", partial(self.roles.critic.update, batch, plan)))
-        if step > config.trainer.critic_warmup:
-            hook = mini_batch_hook(self.roles.actor, config, self.loss, step)
-            plan = self._plan(config.actor_rollout_ref.actor, step, drawn_from)
-            learn = partial(self.roles.actor.update, batch, plan, prepare=hook, watch=old.watch)
-            updates.append(Job("actor", "update_actor", learn))
-        return updates
-
-    def _draw(self, batch: DataProto, new: DataProto, step: int, metrics: Metrics) -> DataProto:
-        """Draw as many trajectories as this step has itself, by their scores (PF-PPO)."""
-        rng = generator(self.config.trainer.seed, "pf_ppo", step)
-        drawn = resample(batch, self.config.algorithm.pf_ppo, rng, len(ByTrajectory(new).samples))
-        if self.buffer is not None:
-            metrics.update(self.buffer.note_drawn(drawn, new, step))
-        return drawn
-
-    def _process_rewards(self, batch: DataProto, num_new: int, step: int, metrics: Metrics) -> DataProto:
-        """Return q_t of the implicit process reward model.
-
-        It learns from the outcomes of the step's own rows, the first `num_new`, before or after it scores the
-        batch (`process_reward_model.update`).
-        """
-        group = self.roles.process_reward
-        config = self.config.reward.process_reward_model
-        assert group is not None and config.ppo_mini_batch_size is not None, "filled by resolve"
-        plan = MiniBatchPlan(config.ppo_mini_batch_size, 1, True, self.config.trainer.seed, step)
-        if config.update == "before":
-            metrics.update(group.update(batch[:num_new], plan))
-        rewards = group.rewards(batch)
-        if config.update == "after":
-            metrics.update(group.update(batch[:num_new], plan))
-        return rewards
-
-    def _correct_rollout(self, batch: DataProto, metrics: Metrics) -> DataProto:
-        """Add weights and narrow `loss_mask` against the policy that sampled.
-
-        In bypass mode each mini-batch is corrected for itself. Without a correction workers measure the
-        rollout (`OldOfStep.off_policy`).
-        """
-        correction = self.config.algorithm.rollout_correction
-        if correction.bypass_mode or not correction.corrects:
-            return batch
-        found = correct_rollout(batch, correction, batch.batch["old_log_probs"])
-        metrics.update(found.metrics)
-        if found.keep is not None:
-            batch.narrow_loss_mask(found.keep)
-        if found.weights is not None:
-            batch |= DataProto.from_dict({"rollout_is_weights": found.weights})
-        return batch
-
-    def _measure(self, batch: DataProto, new: DataProto, old: OldOfStep) -> Metrics:
-        """Return the metrics of the step's own rows `new`, and how stale the tokens of all rows are."""
-        metrics = batch_metrics(new, has_critic=self.roles.critic is not None)
-        metrics.update(old.metrics)
-        metrics.update(staleness_metrics(batch, self.roles.actor.version))
-        metrics.update(self.roles.actor.measure(batch, old.off_policy))
-        return metrics
-
-    def _first_plan(self, step: int) -> MiniBatchPlan | None:
-        """Return the plan of the step's update if it already says which rows the first mini-batch learns
-        from.
-        """
-        if step <= self.config.trainer.critic_warmup or self.config.algorithm.use_pf_ppo:
-            return None
-        if self.loss.keeps_groups:  # which rows are left out is known with the advantages
-            return None
-        return self._plan(self.config.actor_rollout_ref.actor, step)
-
-    def _plan(
-        self, keys: ActorConfig | CriticConfig, step: int, drawn_from: int | None = None
-    ) -> MiniBatchPlan:
-        size = keys.ppo_mini_batch_size
-        epochs = keys.ppo_epochs
-        shuffle = keys.shuffle
-        assert size is not None and epochs is not None and shuffle is not None, "filled by resolve"
-        return MiniBatchPlan(size, epochs, shuffle, self.config.trainer.seed, step, drawn_from)
 
 
 def mini_batch_hook(actor: ActorGroup, config: PPOConfig, loss: PolicyLoss, step: int) -> Prepare | None:

@@ -46,7 +46,8 @@ GRAMMAR = """\
 
 - On the command line, `key=value` sets a key: `a.b=1`, `a=[x,y]`, `a={k: v}`, `a='some text'`. The grammar is
   Hydra's, and beside it JSON is read, `a={"k": [1, "v"]}`, and a chat template as it is. A list is set as a
-  whole. A value may refer to another key, `${trainer.project_name}`, or to the environment, `${oc.env:HOME}`.
+  whole; a block is merged into the recipe's, and `~a` before `a={…}` replaces it: words act from left to
+  right. A value may refer to another key, `${trainer.project_name}`, or to the environment, `${oc.env:HOME}`.
 - A leading `+` is not needed and does no harm. `~key` sets a key back to its default.
 - A recipe is a YAML file that sets several keys, and may build on others through its `defaults` list.
   `--recipe` takes a name or a path. Hydra's `--config-path FOLDER --config-name NAME` name the file too, to

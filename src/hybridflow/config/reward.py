@@ -298,8 +298,8 @@ def reward_problems(reward: RewardConfig) -> Iterator[str]:
     chosen = [f"{key}={value}" for key, value in choices.items() if value]
     if len(chosen) > 1:
         yield (
-            f"{' and '.join(chosen)} each choose the reward: keep one (a path.py:name may also be the name "
-            "of a term)"
+            f"{' and '.join(chosen)} each choose the reward: keep one (reward.function=auto takes back "
+            "that of a recipe; a path.py:name may also be the name of a term)"
         )
     named = [term.get("name") for term in reward.terms if isinstance(term, dict)].count(MODEL_TERM)
     learned = reward.reward_model

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from hybridflow.agent.early_checks import check_agents
@@ -71,9 +72,12 @@ def run(config: C, prepare: Callable[[Trainer[Any, Any]], None] | None = None) -
             except WorkerLost as lost:
                 attempts.after(lost)
     folder = config.trainer.default_local_dir
-    logger.info(
-        "done: metrics, samples and checkpoints are in %s; `hybridflow view %s` shows them", folder, folder
+    kept = (
+        "metrics, samples and checkpoints"
+        if any(Path(folder).glob("global_step_*"))
+        else "metrics and samples"
     )
+    logger.info("done: %s are in %s; `hybridflow view %s` shows them", kept, folder, folder)
     return metrics
 
 

@@ -204,7 +204,7 @@ class KVCache(ABC):
         """Make place for `rows` rows, the longest of `length` tokens, of which the first `running` stay.
 
         New rows are empty. `live` is the number of rows that there may soon be, `longest` the most tokens of
-        any request. False where memory ends; then nothing has changed. A row in blocks takes them in `extend`.
+        any request. False where memory ends; then nothing has changed. Blocks are taken in `extend`.
         """
         return True
 

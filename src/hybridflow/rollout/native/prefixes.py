@@ -3,8 +3,8 @@
     a running row's context, or a kept copy ──add──► chained hashes ◄──find── the next prompt ──► prefix hit
 
 Every whole block of PREFIX_BLOCK units has a hash of itself and of all blocks before it, so equal hashes mean
-equal beginnings; a unit is a token or a place of a medium. All of it is valid for one state of the weights, and
-dropped with it. At least one token of a prompt is always computed, for its hidden state.
+equal beginnings; a unit is a token or a place of a medium. All of it is valid for one state of the weights,
+and dropped with it. At least one token of a prompt is always computed, for its hidden state.
 """
 
 from __future__ import annotations

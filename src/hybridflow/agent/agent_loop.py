@@ -1,4 +1,4 @@
-"""verl's agent loops as agents: a class of a user's whose `run` calls the model by token ids.
+"""verl's agent loops as agents: a user's class whose `run` calls the model by token ids.
 
 row ──AgentLoopBase.run──► server_manager.generate ──► Policy, which records the calls
                      └──► AgentLoopOutput ──learned_calls──► the calls, without tokens that the loop left out

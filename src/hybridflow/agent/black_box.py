@@ -1,4 +1,4 @@
-"""Agents that know a base URL and nothing of us: a function of one's own, or a command.
+"""Agents that know only a base URL and nothing of this library: a user's function, or a command.
 
 episode ──Endpoint.record──► base URL ──► async function here, function in a worker process, or command
                                               └── a number, a dict with "score", or nothing ──► AgentResult

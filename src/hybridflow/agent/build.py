@@ -1,4 +1,4 @@
-"""The agents of a run by their names: the only place where names and keys become agents.
+"""Builds a run's agents by name: the only place where names and keys become agents.
 
 single_turn_agent, tool_agent, environment ──► ChatAgent
 command, path/to/file.py:function ───────────► agents that know a base URL

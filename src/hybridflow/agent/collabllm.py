@@ -1,4 +1,4 @@
-"""CollabLLM's forward sampling (Wu et al. 2025, arXiv 2502.00640): one answer is learned, by where it leads.
+"""CollabLLM's forward sampling (Wu et al. 2025, arXiv 2502.00640): an answer is rewarded by where it leads.
 
 first prompt ──► answer ──► several continuations with a simulated user ──► reward function
                    └── the only call that is learned from

@@ -1,4 +1,4 @@
-"""Trajectories become a DataProto: the only way to the batch of a step.
+"""Collates trajectories into a DataProto: the only way to the batch of a step.
 
 Trajectory, … ──collate──► prompts, responses, masks, log-probs, versions, scores, ids; one row a lineage
 """

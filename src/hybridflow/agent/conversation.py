@@ -1,4 +1,4 @@
-"""A conversation as token ids: rendered once, then extended turn by turn, never tokenised again.
+"""A conversation as token ids: rendered once, then extended turn by turn, never re-tokenised.
 
 observation ──begin──► ids ──answer(output)──► ids + sampled ids ──add(observation)──► ids + given ids
 """

@@ -1,4 +1,4 @@
-"""The model as an unmodified agent finds it: a base URL for each trajectory, and every call recorded.
+"""An HTTP endpoint for unmodified agents: a base URL for each trajectory, and every call recorded.
 
 agent ──HTTP──► Endpoint (/t/SECRET/v1/…) ──► Recording ──prompt ids──► Policy ──► output ──► answer
                                                   └── remembers which ids stand for which conversation

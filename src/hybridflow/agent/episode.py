@@ -1,4 +1,4 @@
-"""What one trajectory starts from, what an agent gives back, and what an agent is.
+"""The input of an episode, its result, and the interface of an agent.
 
 Episode ──Agent.run(episode, policy)──► AgentResult, while the policy records each call
 

@@ -1,4 +1,4 @@
-"""All episodes of a step, side by side: agents play them, failures are tried again, each end is told at once.
+"""Runs all episodes of a step concurrently; failures are retried, and each result is reported at once.
 
 episodes ──place──► Agent.run ──► Trajectory ──ended──► scored while others still run
                        └── failed? by its cause tried again, with other draws, or told as failed

@@ -1,4 +1,4 @@
-"""verl's form of a parser of tool calls, for agent loops that read calls in what the model has sampled.
+"""verl's interface of a tool-call parser, for agent loops that parse the sampled text themselves.
 
 parser = ToolParser.get_tool_parser("hermes", tokenizer)
 text, calls = await parser.extract_tool_calls(response_ids)

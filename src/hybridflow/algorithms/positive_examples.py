@@ -1,4 +1,4 @@
-"""The language-model loss on right responses: VAPO's positive-example loss (2504.05118)."""
+"""The language-model loss on correct responses: VAPO's positive-example loss (2504.05118)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The Python interface: a run from functions and data of a program, and what became of it.
+"""The Python interface: a run from functions and data of a program, and its result.
 
 train(recipe, model, reward, dataset, …) ─► launch.py ─► the command's configuration and trainer ─► Run
     objects.py    functions and classes that no file has get a name

@@ -1,4 +1,4 @@
-"""Models in and out of folders, with the libraries that this needs."""
+"""Loads models from folders and saves them to folders, for programs."""
 
 from __future__ import annotations
 

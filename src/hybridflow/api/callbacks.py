@@ -1,4 +1,4 @@
-"""Listeners of a run, called beside the trackers and in the same way.
+"""Callbacks of a run, called beside the trackers and in the same way.
 
 Trackers.log, log_samples ──► CallbackTracker ──on_step_end, on_validation, …──► the user's callbacks
 """

@@ -1,4 +1,4 @@
-"""Copies of a run's checkpoints in another place: HDFS, S3, or what else fsspec reaches by an address.
+"""Copies of a run's checkpoints in remote storage: HDFS, S3, or any other address that fsspec reaches.
 
     RUN/global_step_N ──files, then manifest.json──► ADDRESS/global_step_N    in a thread beside the run
     ADDRESS/global_step_N ──fetch_newest, digests──► RUN/global_step_N        where the run folder has none

@@ -1,4 +1,4 @@
-"""`hybridflow doctor`: what is here, what a run can ask for here, and what to mend.
+"""`hybridflow doctor`: what is installed, what a run can use here, and what to fix.
 
 doctor_facts reads the machine ──► CHECKS find ──► tables, or JSON; status 1 where nothing can train
 

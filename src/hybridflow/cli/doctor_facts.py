@@ -1,4 +1,4 @@
-"""What `hybridflow doctor` reads of a machine: `Facts`, each once, when a check or a table first asks for it.
+"""What `hybridflow doctor` reads from a machine: `Facts`, each read once, when it is first needed.
 
 torch and transformers are imported in a process of their own (`probe`): a broken installation may end that
 process, and the doctor tells of it.

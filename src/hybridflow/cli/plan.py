@@ -1,4 +1,4 @@
-"""The command `hybridflow plan`: which placement and layout of a run takes least, and what it takes.
+"""The command `hybridflow plan`: the fastest placement and layout of a run, and what it needs.
 
 recipe, overrides, --devices ─► Job ─► Search ─► the best plans as a table, and the overrides of each
 """

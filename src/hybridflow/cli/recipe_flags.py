@@ -1,4 +1,4 @@
-"""The options of a command that name a file of keys: ours, and those of Hydra, which verl's scripts have.
+"""Command-line options that name a file of keys: our own, and Hydra's, which verl's scripts use.
 
 --recipe NAME                                    ──► options.recipe
 --config-path FOLDER --config-name NAME          ──► options.flags, which go before the overrides as words

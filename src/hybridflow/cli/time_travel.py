@@ -1,6 +1,5 @@
-"""Commands on runs that are there: `hybridflow diff`, `replay` and `reverify` compare, repeat and judge
-them anew, and `hybridflow why RUN` says what their steps wait for, the key to change, and what it would
-save.
+"""Commands on existing runs: `hybridflow diff`, `replay` and `reverify` compare, repeat and re-score them,
+and `hybridflow why RUN` reports what their steps wait for, the key to change, and what it would save.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""`ray_kwargs.*`: how a run finds or starts its Ray; and its surroundings, as far as they can be told
-without Ray.
-"""
+"""`ray_kwargs.*`: how a run finds or starts its Ray; and its environment, as far as known without Ray."""
 
 from __future__ import annotations
 

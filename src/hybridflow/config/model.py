@@ -1,5 +1,5 @@
 """Model, optimizer and engine keys that actor, critic and SFT share; among them `*.fsdp_config.*`: how a
-model in training is spread over the ranks of its pool, and where it rests.
+model in training is sharded over the ranks of its pool, and where it is offloaded to.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a run calls a user's own code, and what is wrong with a signature that cannot be called so.
+"""How a run calls a user's own code, and the error for a signature that cannot be called so.
 
 signature ──*_fault──► "" or one sentence: what is wrong, what is likely meant, how it is written
 

@@ -1,4 +1,4 @@
-"""The relations between two keys, evaluated and told: declared in `schema.py`'s words on the key itself.
+"""The relations between two keys, evaluated and reported: declared in `schema.py`'s words on the key itself.
 
     resolved config ──Relations.problems──► one line each: what was got, what is wanted, what to set
     keys that are set ──Relations.notes──► one line for keys that this run does not read

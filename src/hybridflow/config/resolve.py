@@ -1,4 +1,4 @@
-"""Fill the nulls that follow from other keys, so that the code behind reads definite values.
+"""Fills the nulls that follow from other keys, so that all later code reads definite values.
 
     Loaded.config, the paths the user set ──resolve──► the same dataclasses without such nulls, and notes
 

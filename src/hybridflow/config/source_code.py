@@ -1,4 +1,4 @@
-"""The functions and classes of a user's source, read without running it.
+"""The functions and classes in a user's source, read without running it.
 
 "path/to/file.py:name", "package.module:name" ──define──► Definition: its signature, its methods, or its fault
 

@@ -1,4 +1,4 @@
-"""The backend that the configuration asks for; only here does the choice of a controller meet its class.
+"""Builds the backend that the configuration asks for: the only place that maps its name to a class.
 
 hosting(trainer, ray_kwargs, roles) ──devices are there──► start(make, meshes) ──► Backend; all processes
 end with the context

@@ -1,4 +1,4 @@
-"""The base of all workers, whose methods the driver calls, and the place of one among processes and ranks."""
+"""The base class of all workers, whose methods the driver calls, and their coordinates among the ranks."""
 
 from __future__ import annotations
 

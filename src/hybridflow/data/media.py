@@ -1,4 +1,4 @@
-"""The pictures and videos of a row: from its columns and messages to media among its token ids.
+"""The pictures and videos of a row: its columns and messages in, media among its token ids out.
 
 row {images: […], prompt: "<image>Count"} ──in_parts──► messages whose contents are lists of parts
                      │                                          └──chat template──► token ids

@@ -1,4 +1,4 @@
-"""Objects of the user's own code: "path/to/file.py:name" or "package.module:name" in, the object out.
+"""Loads objects from a user's code: "path/to/file.py:name" or "package.module:name" in, the object out.
 
 A user's reward, estimator, policy loss, dataset, sampler or task is named in this form everywhere.
 A file is imported once per content: the same path gives the same module and classes in one process.

@@ -1,4 +1,4 @@
-"""Conversations for supervised fine-tuning: rows in, token ids and the mask of those to learn out.
+"""Conversations for supervised fine-tuning: rows in, token ids and their loss mask out.
 
     {messages} or {prompt, response} ──► text and the spans that the assistant wrote
                                      ──► SFTRow(input_ids, loss_mask)

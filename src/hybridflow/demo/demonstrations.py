@@ -1,4 +1,4 @@
-"""Conversations from which a tiny model learns the form of an environment's answers, on purpose in part only.
+"""Conversations from which a tiny model learns the form of an environment's answers, though not all of it.
 
 an environment's name ──demonstrate(rng, well_formed)──► rows with `messages`, for supervised fine-tuning
 """

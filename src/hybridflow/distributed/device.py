@@ -1,4 +1,4 @@
-"""The device a process computes on, the threads it may use, and what the machine and its memory measure."""
+"""The device and the threads of a process, and measurements of the machine and of memory."""
 
 from __future__ import annotations
 

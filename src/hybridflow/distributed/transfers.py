@@ -1,4 +1,4 @@
-"""Copies between main memory and a device, for which neither waits until the values are needed.
+"""Asynchronous copies between main memory and a device: neither side waits until the values are needed.
 
     main memory ──to_device, all_to_device──► device    queued behind what the device has to do
     device ──HostCopy──► main memory         queued too; `tensors` waits for that work, and for no later one

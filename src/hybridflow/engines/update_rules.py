@@ -1,4 +1,4 @@
-"""The update rules of optimizers by name: AdamW, AdamW with moments of 8 bits, Muon, SGD.
+"""The update rules of optimizers by name: AdamW, AdamW with 8-bit moments, Muon, SGD.
 
     masters, their parameters ──make_rules──► one rule, or two (Muon for matrices, AdamW for the rest)
     rule.step()        a step on all masters that have a gradient

@@ -1,5 +1,5 @@
-"""Built-in environments, for the recipes and to try an agent in, and conversations with a tool call, from
-which a warm-up learns the form, on purpose not all of it.
+"""Built-in environments, for the recipes and for trying an agent, and conversations with a tool call, from
+which a warm-up learns the form, deliberately not all of it.
 
 adventure    "You are in the cellar. Exits: north." ──► "take key" ──► "Taken." ──► … ──► reward 1
 calculator   "37 * 84 = ?" ──► calculator("37 * 84") ──► "3108" ──► "#### 3108" ──► reward 1

@@ -1,4 +1,4 @@
-"""From the name of an environment to objects of it.
+"""Loads environments by name.
 
 "guess", or "path/to/file.py:Guess", with options ──► a factory without arguments ──► one object a trajectory
 """

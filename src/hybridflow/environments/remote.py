@@ -1,4 +1,4 @@
-"""Environments in a process of their own, whose packages may clash with ours: JSON lines over its stdio.
+"""Environments in a separate process, whose packages may clash with ours: JSON lines over its stdio.
 
     {"method": "reset", "seed": 1, "step_seed": 2, "row": {…}} ──► {"observation": …}
     {"method": "step", "text": "…"} ──► {"observation": …, "reward": 0.0, "done": false, "extra": {…}}

@@ -1,4 +1,4 @@
-"""Requests are answered: by single responses, or by the agents of a run where it has some.
+"""Generates the responses to requests: single ones, or by the agents of a run where it has some.
 
 RequestBatch ──answer_list, answer_group──► Trajectory, each told as soon as it has ended
                └── an episode is played by the agent of its row's agent_name, else of the keys

@@ -1,4 +1,4 @@
-"""Trajectories of a run that failed: how many by which cause, and the text of the first one of each cause.
+"""Failed trajectories of a run: counts by cause, and the text of the first one of each cause.
 
 Trajectories ──add_all, end_step──► Failures ──► failures.json, which the report shows
                                    └──end_run──► RolloutError where no step had a trajectory

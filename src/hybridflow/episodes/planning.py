@@ -1,4 +1,4 @@
-"""Requests of prompts: which ones a group has, and the seeds of their draws.
+"""The requests of prompts: how many each group has, and their sampling seeds.
 
 prompts ──training_requests, validation_requests──► RequestBatch: what is sampled, and what the data answers
 

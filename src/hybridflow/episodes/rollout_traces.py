@@ -1,4 +1,4 @@
-"""Trajectories become traces: a tree of spans each, with the facts by which a viewer finds it.
+"""Converts trajectories to traces: a tree of spans each, with the attributes to search for.
 
 scored Trajectory, its prompt row ──trace_of──► TraceSpan ──► TraceQueue ──► otel | mlflow | weave | trackio
 """

@@ -1,4 +1,4 @@
-"""Trajectories are scored as soon as they end, while others are still generated.
+"""Scores trajectories as soon as they end, while others are still generated.
 
 Trajectory ──ended──► reward processes ──ScoredBatch, rewarded──► Trajectory with its reward, or failed
 """

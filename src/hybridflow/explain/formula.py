@@ -1,4 +1,4 @@
-"""The formula of a function for a reader: as its paper has it, with a run's numbers, its papers, its place.
+"""Formulas of functions for readers: as their papers have them, with a run's numbers, papers and place.
 
 what the source of our function says + numbers of the run ──formula_of──► Formula
 a user's own function ──own_formula──► Formula, with its docstring in place of the equation

@@ -1,4 +1,4 @@
-"""CollabLLM's simulated user: a model that has a problem in mind, and tells of it bit by bit.
+"""CollabLLM's simulated user: a model that has a problem in mind, and reveals it bit by bit.
 
 Source: Wu et al. 2025, arXiv 2502.00640.
 

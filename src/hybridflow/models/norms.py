@@ -1,4 +1,4 @@
-"""Root mean square norms by one operation on devices, in training and in generation alike.
+"""RMS norms as one fused operation on devices, in training and in generation alike.
 
 The classes of transformers compute them by eight operations, each with a launch and a pass over all states.
 On a CPU they stay as they are, to the bit.

@@ -1,4 +1,4 @@
-"""The call of a module that gives what is wanted of packed rows.
+"""The call of the module that computes the outputs wanted of packed rows.
 
 OutputSpec ──outputs_of──► PolicyModel, ValueModel or ScoreModel ──► {name: [M]}, M predicted tokens
 """

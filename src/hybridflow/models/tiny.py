@@ -1,4 +1,4 @@
-"""A model of about 0.4 million parameters, or a mixture of experts, made on the spot for demo and tests.
+"""A model of about 0.4 million parameters, or a mixture of experts, built in memory for demo and tests.
 
 It has a tokenizer of about 120 tokens: digits, operators, letters, and the ChatML template; one of
 them with tool calls.

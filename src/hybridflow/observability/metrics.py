@@ -1,4 +1,4 @@
-"""Numbers of a step that know how they reduce.
+"""The metrics of a step, each with its reduction.
 
     micro-batches, mini-batches, ranks ──add_*/update──► Metrics ──to_floats──► {name: float} for the trackers
 

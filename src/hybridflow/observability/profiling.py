@@ -1,4 +1,4 @@
-"""What one process does in a step that is profiled: spans of calls, and the tools of torch.
+"""Profiles one process during a step: spans of calls, and the tools of torch.
 
     start(settings) ─► span("actor.update_mini_batch"), span("gen"), … ─► stop() ─► spans, for the driver's
     trace

@@ -1,4 +1,4 @@
-"""Where time goes: seconds of the named sections of a step, when each began and ended, states of a thing.
+"""Timings: the seconds of named sections of a step, their begin and end, and the states of a resource.
 
 with timer("step"): with timer("gen"): …  ──as_metrics──► {"timing_s/gen": …, "timing_s/step": …}
                          ├── progress: "generating"

@@ -1,4 +1,4 @@
-"""Traces of trajectories: they wait for a thread that sends them to a receiver, so that nobody else waits.
+"""Traces of trajectories, sent to a receiver by a background thread, so that the run does not wait.
 
     TraceSpan ──put──► bounded queue ──thread: texts are decoded──► an exporter ──► its receiver
 

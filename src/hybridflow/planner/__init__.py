@@ -1,1 +1,1 @@
-"""Predictions of a run: memory and time of each phase, and the placement that takes least. No torch."""
+"""Predictions of a run: memory and time of each phase, and the fastest placement. No torch."""

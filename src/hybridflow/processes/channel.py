@@ -1,4 +1,4 @@
-"""Messages between the driver and a worker process, each with a mark, its length and a checksum.
+"""Messages between the driver and a worker process, framed by a magic number, length and checksum.
 
     payload ──frame──► mark [4] · length [8] · crc32 [4] · payload ──socket──► take_messages ──► payload
 

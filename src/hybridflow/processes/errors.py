@@ -1,4 +1,4 @@
-"""How a call of an object in a worker process fails."""
+"""The errors of calls to an object in a worker process."""
 
 from __future__ import annotations
 

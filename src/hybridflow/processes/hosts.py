@@ -1,4 +1,4 @@
-"""Objects of the user's code (tools, environments) in worker processes that may be killed.
+"""Objects of the user's code (tools, environments) in worker processes that can be killed.
 
     create(factory) ─► a free worker makes the object ─► its pickle is the state, which the driver holds
     call(method) ────► state and arguments to a free worker ─► result and new state ─► the driver

@@ -1,4 +1,4 @@
-"""The interface of worker processes for objects of this process, where code that blocks cannot be ended.
+"""The interface of worker processes for objects in this process, where blocking code cannot be ended.
 
 create(factory) ──► the object ──call(method)──► awaited if it is async, else run in a thread
 """

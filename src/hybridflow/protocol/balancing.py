@@ -1,4 +1,4 @@
-"""Dealing rows by their token counts: lengths go in, lists of row indices come out.
+"""Load balancing of rows by their token counts: lengths go in, lists of row indices come out.
 
 `deal_rows` deals rows to ranks by their cost; `split_micro_batches` cuts the rows of one rank into forward
 passes under hard caps. Both are deterministic: rows of equal length are taken in row order.

@@ -1,4 +1,4 @@
-"""The rows of a batch, seen as trajectories: whatever counts samples reads one row for each trajectory.
+"""The rows of a batch by trajectory: code that counts samples reads one row for each trajectory.
 
     rows [B, R] ──ByTrajectory──► samples [K, L] ──estimators, filters, metrics──► [K, L] ──spread──► rows
 

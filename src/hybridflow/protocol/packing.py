@@ -1,4 +1,4 @@
-"""Between padded rows and packed tokens.
+"""Conversion between padded rows and packed tokens.
 
 `make_rows` turns token lists into the padded columns that the driver holds (prompts left-padded, responses
 right-padded). `pack` turns those columns into the tokens of a forward pass, with no padding in them;

@@ -1,4 +1,4 @@
-"""The time that a trajectory took, as spans that viewers of traces know.
+"""The timeline of a trajectory, as spans for viewers of traces.
 
     trajectory
     ├── turn ── generate, tool, tool, …

@@ -1,4 +1,4 @@
-"""A reward function as it was loaded, and how a row is given to it.
+"""A reward function as it was loaded, and how it is called with a row.
 
     row (by the names of ROW) ──takes──► function(**arguments) ──► a result, or an awaitable of one
 

@@ -1,4 +1,4 @@
-"""Scoring in processes that may be killed: a deadline for each sample, whatever the function does.
+"""Scoring in processes that can be killed: a deadline for each sample, whatever the function does.
 
     add(request) ─► a free worker (processes/hosts.py) ─► outcome      past the deadline: killed, counted
 

@@ -1,5 +1,5 @@
-"""The part that all engines have in common: checks and parts of requests, sessions of their own kind, and
-the copy of received weights into the module of an engine in this process.
+"""The base of all engines: checks and parts of requests, sessions, and the copy of received weights into the
+module of an engine in this process.
 
 open() ──► EngineSession: requests join and leave at any time ──► EngineReplica
 generate(requests) ──► a closed session, which has these requests only, read to its end

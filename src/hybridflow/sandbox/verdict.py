@@ -1,4 +1,4 @@
-"""What a program in the sandbox may use, and what came of it."""
+"""The limits of a program in the sandbox, and its result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests to services: tried again while the service is busy, and so many at once."""
+"""HTTP requests to services, with retries while the service is busy, and a limit on concurrency."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Facts of a model for those who build with it: its keys as arguments, end tokens, and the cost of a row."""
+"""Facts about a model for builders of runs: its keys as arguments, end tokens, and the cost of a row."""
 
 from __future__ import annotations
 

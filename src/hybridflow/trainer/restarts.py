@@ -1,4 +1,4 @@
-"""Restarts of a run that has lost workers: all are built anew, and it goes on from its newest checkpoint.
+"""Restarts of a run that has lost workers: all are rebuilt, and it resumes from its newest checkpoint.
 
 an attempt ──WorkerLost──► Restarts.after ──► config and patience of the next attempt, or the WorkerLost
 """

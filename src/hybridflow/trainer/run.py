@@ -1,4 +1,4 @@
-"""A run around its loop: folder, devices, checkpoint to go on from, trackers; the same for PPO and SFT.
+"""What surrounds the loop of a run: folder, devices, resume, trackers; the same for PPO and SFT.
 
 config ─► started ─► workers, data (ppo/build.py, sft/build.py) ─► resume ─► recorded ─► Trainer
 """

@@ -1,4 +1,4 @@
-"""The face of every schedule: where the batches of training steps come from, and who gets the new weights.
+"""The interface of all schedules: where the batches of training steps come from, and who gets new weights.
 
     Trainer ──next(step)──► BatchSource ──TrainBatch──► Trainer ──► step ──► publish(version) ──► BatchSource
 

@@ -1,4 +1,4 @@
-"""The state of a run, from which a resumed run goes on to the bit, and how it is saved and loaded.
+"""The state of a run, from which it resumes to the bit, and how it is saved and loaded.
 
 save ──► store.begin ─► folders filled, or copies taken and threads writing ──all at once──► store.commit
                                                  └──`async_save`──► commit_done before a later step ──┘

@@ -1,4 +1,4 @@
-"""Where a stopped run goes on, and the end of a machine that is lent for a time: the run saves before that.
+"""Where a stopped run resumes, and machines that are reclaimed: the run saves before that.
 
 an environment variable ──► Expiry ◄── seconds of steps and of saves
                               └── due() after a step: no further step and save would be done in time

@@ -1,5 +1,5 @@
-"""Statistics of the scores inside each group, handed back row by row; token rewards to scores, and an
-advantage a row back to tokens.
+"""Group statistics over scores, broadcast to rows; token rewards to scores, and the advantages of rows to
+tokens.
 
     scores [B], counts [B] bool, group_ids [B] int64, any numbers ──► sum, maximum, mean and deviation, the
     one best row of each group

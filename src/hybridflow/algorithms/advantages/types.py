@@ -1,4 +1,4 @@
-"""The result of an advantage estimator, and the table entry that says what it needs."""
+"""The result of an advantage estimator, and the table entry that states its requirements."""
 
 from __future__ import annotations
 

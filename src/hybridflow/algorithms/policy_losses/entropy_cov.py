@@ -1,5 +1,5 @@
-"""Clip-Cov and KL-Cov (2505.22617): of the tokens that would cost the most entropy some get no gradient, or
-are held to the old policy.
+"""Clip-Cov and KL-Cov (2505.22617): some of the tokens that would cost the most entropy get no gradient, or a
+KL penalty.
 """
 
 from __future__ import annotations

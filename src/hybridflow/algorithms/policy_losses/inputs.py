@@ -1,4 +1,5 @@
-"""What all policy losses take, and the steps they share: log-ratio first; weights, aggregation, metrics last.
+"""The inputs of all policy losses, and their shared steps: log-ratio first; weights, aggregation, metrics
+last.
 
 LossInputs ──tokens──► Tokens ──(a loss)──► loss per token ──finish_loss──► LossOutput
 """

@@ -1,4 +1,4 @@
-"""Self-play preference optimisation (SPPO, 2405.00675): the log-ratio of a response is drawn to a target."""
+"""Self-play preference optimisation (SPPO, 2405.00675): a response's log-ratio is regressed to a target."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The table entry of a policy loss: its function, and as data what it needs."""
+"""The table entry of a policy loss: its function, and its requirements as data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checks of processes and of the layout of models over them, as far as the keys alone can tell.
+"""The checks of processes and of the layout of models over them, as far as they follow from the keys alone.
 
 `controller/ray/preflight.py` asks the cluster which devices it has, before any worker starts.
 """

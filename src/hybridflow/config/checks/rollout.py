@@ -1,5 +1,5 @@
-"""The checks of the engine that generates, as far as the keys alone can tell: its own keys, features by the
-table of engines, and rounded weights.
+"""The checks of the generation engine, as far as they follow from the keys alone: its own keys, features by
+the table of engines, and quantized weights.
 """
 
 from __future__ import annotations

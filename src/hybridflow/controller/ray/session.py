@@ -1,4 +1,4 @@
-"""This process in a Ray: `ray.init` with errors that say what to do, and a Ray of the run's own.
+"""Connects this process to a Ray, with errors that say what to do, or starts a Ray for the run alone.
 
 start    a new Ray in a temporary folder, reachable from this machine only
 connect  `ray.init`, for a new Ray or one that runs already

@@ -1,4 +1,4 @@
-"""The package TransferQueue as the place of shards of rows (`trainer.row_store=transferqueue`).
+"""The package TransferQueue as a store of row shards (`trainer.row_store=transferqueue`).
 
     Packet ──hold──► a storage unit of the queue, and Held, which travels in its place
     Held ──opened──► Packet, wherever it is read

@@ -1,4 +1,4 @@
-"""Python values on their way between processes, without copies of the tensors' bytes.
+"""Serialisation of Python values between processes, without copies of the tensors' bytes.
 
     value ──encode──► Packet(pickled, buffers) ──Ray's object store copies it once──► Packet ──decode──► value
 

@@ -1,5 +1,5 @@
-"""The thread that makes every call end: it follows answers and signs of life, logs slow calls, and ends calls
-that hang.
+"""The watchdog over remote calls: a thread that tracks results and heartbeats, logs slow calls, and fails
+calls that hang.
 
     answers of ranks ──────────┐                     ┌─► parts are done, or failed with the first failure
     pings, every few seconds ──┼─► Running, Process ─┤

@@ -1,4 +1,4 @@
-"""The value of an expression: a fraction where it can be one, else a number of as many digits as it takes.
+"""The value of an expression: a fraction where it can be one, else a number of arbitrary precision.
 
 Work is bounded by the size of numbers and the count of operations, and not by a clock: `9^{9^{9^9}}` is
 refused before it is computed.

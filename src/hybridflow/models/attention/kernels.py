@@ -1,4 +1,4 @@
-"""Kernels for attention that `scaled_dot_product_attention` has no fast one for on CUDA.
+"""Attention kernels for what `scaled_dot_product_attention` has no fast kernel for on CUDA.
 
     causal                    varlen for packed rows of different lengths, else sdpa; with grouped heads that
                               flash cannot take: expanded

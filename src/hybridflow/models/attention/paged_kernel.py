@@ -1,4 +1,4 @@
-"""The kernel that reads blocks in place while decoding: whether torch has one, and whether it is right.
+"""The kernel that reads blocks in place while decoding: whether torch has one, and whether it is correct.
 
 It is that of `torch.nn.attention.varlen`, on CUDA. Elsewhere, and for features it lacks (soft-capped scores,
 sinks, exact mode), tokens are gathered and attended to as in slots.

@@ -1,4 +1,4 @@
-"""Rotary frequencies that depend on the length of a row: `dynamic` and `longrope`, for each row by itself.
+"""Rotary frequencies that depend on the length of a row: `dynamic` and `longrope`, computed for each row.
 
     positions [B, N] ─► rows ─► rows up to the limit: the model's first frequencies
                               └► longer rows: those of their own length ─► cos and sin, in the order of tokens

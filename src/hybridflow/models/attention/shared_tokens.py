@@ -1,4 +1,4 @@
-"""Tokens that rows share: a gather to each of their places, whose gradient is the sum over them.
+"""Tokens that rows share: gathered to each of their places; the gradient is the sum over these.
 
     forward:   tokens [N] ──index [P], an entry may come several times──► places [P]
     backward:  places [P] ──sum by token──► tokens [N]

@@ -1,4 +1,4 @@
-"""The key-value cache of running rows, and the question how many rows of which length fit.
+"""The key-value cache of running rows, and how many rows of a given length fit into memory.
 
     spans of a pass ──write──► rows ──first_rows, tokens_of──► attention
     prefix hit, group ──copy (one row or kept copy to many rows)──┘  ▲ move (rows into holes)

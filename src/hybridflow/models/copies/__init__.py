@@ -1,1 +1,1 @@
-"""Second modules of a policy, which generate: with memory only then, in fewer bits, or cut among ranks."""
+"""Copies of a policy for generation: allocated only while generating, quantized, or sharded over ranks."""

@@ -1,4 +1,4 @@
-"""Weights [N, K] in fewer bits, and products with them. They generate; nothing is trained through them.
+"""Quantized weights [N, K] and matrix products with them. For generation only: they have no gradients.
 
     int8      a scale for each output, symmetric; inputs as they are (on a CPU in bfloat16)
     fp8       float8 of four exponent bits, a scale for each output; inputs too, a scale for each token

@@ -1,4 +1,4 @@
-"""Dense layers cut among the ranks of a generating replica: plain tensors and no gradients.
+"""Dense layers sharded over the ranks of a generating replica: plain tensors and no gradients.
 
     colwise ──own columns──► attention over own heads, own part of an MLP ──► rowwise ──sum over ranks──►
     whole again

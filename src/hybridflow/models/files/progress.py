@@ -1,4 +1,4 @@
-"""A switch for transformers' progress bars, which it draws for every file; a run has its own display."""
+"""A switch for transformers' progress bars, drawn for every file; a run has its own display."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Loading of a model that no rank holds whole: each reads its slices of parameters on the meta device.
+"""Loads a model that no rank holds whole: each reads its slices of parameters on the meta device.
 
     meta_model ─► placements (tensor parallel, adapters, shards) ─► materialise ─► load_weights
 

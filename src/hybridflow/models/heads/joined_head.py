@@ -1,4 +1,4 @@
-"""The output head's numbers for a chunk of tokens by compiled functions, where Triton runs.
+"""The output head for a chunk of tokens, fused by compiled functions where Triton runs.
 
 Between the head's product and its log-probs, logits [m, V] in float32 are written and read some six times by
 separate operations, and as often in the backward pass. `torch.compile` makes one pass or two of them, which

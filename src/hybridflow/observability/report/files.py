@@ -1,4 +1,4 @@
-"""Files of a run folder, read again where they have changed; the run may write, replace or remove them.
+"""The files of a run folder, re-read when they change; the run may write, replace or remove them.
 
     metrics.jsonl ──Lines──► the object of each step        samples/{step}.jsonl ──Folder──► rows of each step
 

@@ -1,4 +1,4 @@
-"""What a run folder holds for the page, and what of it is new.
+"""Reads a run folder incrementally for the page.
 
 metrics.jsonl, timeline.jsonl, rollouts.jsonl, samples/, validation/, log.txt, … ──poll──► RunFollower
 cursor of the page ──changes──► what came later, with the next cursor; (kind, step, index) ──► a trajectory

@@ -1,4 +1,4 @@
-"""Libraries that trackers need, and what each wants of its environment: looked at before a model is read.
+"""The libraries that trackers need, and their environment variables: checked before a model is loaded.
 
 Nothing of them is imported here, so looking takes no time.
 """

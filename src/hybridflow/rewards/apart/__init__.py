@@ -1,4 +1,4 @@
-"""The solution and its tests in processes of their own: only values cross, as data.
+"""The solution and its tests in separate processes: only values cross, as data.
 
     calls ──► solution ──values──► compared in the reward's worker     batch.py, programs.py
     tests ──calls, as they come──► solution ──values──► tests          tests.py, solution.py

@@ -1,4 +1,4 @@
-"""The process of a solution whose calls are all known: it computes them and prints their values as data.
+"""The process of a solution whose calls are all known in advance: it prints their values as data.
 
 The request on standard input is {code, imports, function, calls, mark}: expressions, or where `function` is
 named, the lists of its arguments. Each value is a line after the mark, which keeps it apart from what the

@@ -1,5 +1,5 @@
-"""A solution is loaded, and its values become data: JSON, in which what JSON has no form for is an object
-with one key.
+"""Loads a solution and encodes its values as JSON; a value that JSON has no form for is an object with one
+key.
 
     (1, {2: "a"})  ──►  {"tuple": [1, {"dict": [[2, "a"]]}]}
 

@@ -1,4 +1,4 @@
-"""Prefix cache: a prompt that begins like another row computes only the tokens behind what they share.
+"""The prefix cache: a prompt that shares a prefix with another row computes only the tokens behind it.
 
     a running row's context, or a kept copy ──add──► chained hashes ◄──find── the next prompt ──► prefix hit
 

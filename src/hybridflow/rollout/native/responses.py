@@ -1,5 +1,5 @@
-"""The responses of running rows, on the host: who has which tokens, and who has ended, also by a stop text
-that the newest token completes.
+"""The responses of running rows, on the host: the tokens of each, and whether it has ended, also by a stop
+text that the newest token completes.
 
     RowTable.choose ──Choice, on its way from the device──► take ──► rows that end ──► outputs
                                                               └────► rows that fell short, to be taken back

@@ -1,4 +1,4 @@
-"""A native engine at work: requests join at any time, are decoded together, and leave as they finish.
+"""A session of the native engine: requests join at any time, are decoded together, and leave as they finish.
 
     add ──► Scheduler ──admissions──► prefill (each context once) ──► cache ──► first tokens
                ▲                                                                    │

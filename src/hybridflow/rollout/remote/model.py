@@ -1,4 +1,4 @@
-"""The model that an engine with weights of its own generates with."""
+"""The model of an engine that holds its own weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An engine behind an HTTP server: requests stream back on one connection each, and its death is noticed.
+"""An engine behind an HTTP server: requests stream back on one connection each, and its exit is noticed.
 
 PushedEngine ──start──► pool of threads ──open──► Stream ──pieces──► queue ──poll──► PushedEngine
 """

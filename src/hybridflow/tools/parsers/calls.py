@@ -1,4 +1,4 @@
-"""Calls of tools in JSON: which objects are calls, and when nothing of one can have been lost."""
+"""Tool calls in JSON: which objects are calls, and when none can have been lost."""
 
 from __future__ import annotations
 

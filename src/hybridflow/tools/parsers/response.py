@@ -1,4 +1,4 @@
-"""Whole responses: their text, their calls, and what a model is told of calls that could not be read."""
+"""Whole responses: their text, their calls, and the message to a model about calls that are not readable."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that stand in a section, each between tags of its own: a name, and arguments in JSON.
+"""Calls in a section, each between its own tags: a name, and arguments in JSON.
 
 DeepSeek V3 and R1 write `function<｜tool▁sep｜>NAME`, then fenced JSON, and V3.1 `NAME<｜tool▁sep｜>{…}`.
 Kimi K2 writes `<|tool_call_begin|>functions.NAME:0<|tool_call_argument_begin|>{…}<|tool_call_end|>`; the text

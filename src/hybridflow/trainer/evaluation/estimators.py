@@ -1,4 +1,4 @@
-"""What the answers to a prompt say about k answers to it: the best one and the majority, with intervals.
+"""Estimates of best@k and maj@k from the answers to a prompt, with intervals.
 
 scores (and answers) of one prompt ──expected_best, expected_majority──► a number for each prompt ──interval
 """

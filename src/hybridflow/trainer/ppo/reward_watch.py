@@ -1,4 +1,4 @@
-"""Signs that a policy learns to please the reward and nothing else, with the samples that show it.
+"""Signs of reward hacking, a policy that pleases the reward and nothing else, with samples that show it.
 
 batch, metrics of a step ──RewardWatch.look──► further metrics, and a Sign for each rule that is broken
 

@@ -1,4 +1,4 @@
-"""The plan of a run as its keys place it, and what it predicts beside what each step takes.
+"""The plan of a run as its keys place it, and its predictions next to what each step takes.
 
     config ──plan_of──► RunPlan ─► `config --explain`
     RunPlan ──make_predictor──► Predictor ──(batch, timings of a step)──► perf/predicted/…, perf/peak_memory

@@ -1,5 +1,5 @@
-"""Samples that are kept for readers: the numbers of all, a few of some steps token by token, for the report,
-and all that is asked for.
+"""Samples kept for readers: the metrics of all, a few of some steps token by token for the report, and all
+where a key asks for them.
 """
 
 from __future__ import annotations

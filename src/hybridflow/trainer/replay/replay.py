@@ -1,4 +1,4 @@
-"""Steps of a run done again from its own checkpoint and kept rows: `hybridflow replay RUN --step k`.
+"""Repeats steps of a run from its own checkpoint and kept rows: `hybridflow replay RUN --step k`.
 
     newest checkpoint before k ─► rows/step_c+1 … step_k ─► PPOStep ─► metrics and weights, beside the run's
 

@@ -1,4 +1,4 @@
-"""Stored rows judged anew, without generating: `hybridflow reverify RUN --reward file.py:name`.
+"""Re-scores stored rows without generating: `hybridflow reverify RUN --reward file.py:name`.
 
     rows/step_N ─► rewards ─► KL penalty ─► advantages ─► loss at the weights that the step began with
 

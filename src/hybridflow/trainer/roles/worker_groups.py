@@ -1,4 +1,4 @@
-"""The worker groups of a run, started by its configuration: for the trainer, and for a loop of one's own.
+"""The worker groups of a run, started by its configuration: for the trainer, and for custom loops.
 
 config ─► roles ─► devices ─► a backend, whose processes build engines and workers ─► Roles
 """

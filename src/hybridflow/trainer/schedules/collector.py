@@ -1,4 +1,4 @@
-"""Collectors: processes beside the driver that play groups and keep their tokens (`trainer.num_collectors`).
+"""Collectors: processes that roll out groups beside the driver, and keep the tokens (`num_collectors`).
 
     driver      run_group(index, prompt) ────► Collector of group index % N, which has a RolloutPipeline
     collector   requests ──► rollout workers ──outputs──► trajectory ──► reward ──► rows

@@ -1,4 +1,4 @@
-"""The ledger of a run: `ledger.jsonl`, one line for each transition of its groups, and what they amount to.
+"""The ledger of a run: `ledger.jsonl`, one line for each transition of its groups, and the resulting state.
 
     append(Taken(first=12, step=3)) ──► one more line, written before `append` returns ──► `state` follows
     open ──► a torn last line is cut off, what `rewind` has undone is left out ──► `state`

@@ -1,4 +1,4 @@
-"""The transitions of groups, and the state that they amount to: the fold of a ledger, without its file.
+"""The transitions of groups and the state they add up to: the fold of a ledger, without its file.
 
     Transition ──LedgerState.apply──► version, active and ready groups, batches, counts
 

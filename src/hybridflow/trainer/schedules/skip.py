@@ -1,4 +1,4 @@
-"""Rollouts that are dumped once and read back instead of generating: `rollout.skip`.
+"""Rollouts that are dumped once and read back in place of generation: `rollout.skip`.
 
     next(step) ──dump there?── yes ─► rows, and the place in the data after them
                        └────── no ──► SyncSource.next ─► dump

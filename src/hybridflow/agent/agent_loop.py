@@ -320,7 +320,7 @@ def _columns(episode: Episode) -> dict[str, Any]:
 
 
 def _numbers(output: AgentLoopOutput) -> dict[str, float]:
-    """Return the numbers of a loop; a negative number of preemptions means that nobody knows it."""
+    """Return the numbers of a loop; a negative number of preemptions means that it is unknown."""
     metrics = output.metrics
     if isinstance(metrics, AgentLoopMetrics):
         metrics = vars(metrics)

@@ -2,7 +2,7 @@
 
 single_turn_agent, tool_agent, environment ──► ChatAgent
 command, path/to/file.py:function ───────────► agents that know a base URL
-other names, path/to/file.py:Class ──────────► agent loops and agents of one's own (load_agent_loop)
+other names, path/to/file.py:Class ──────────► agent loops and the user's agents (load_agent_loop)
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class ChatAgent:
             try:
                 await dialogue.to_the_end(episode)
             except BaseException:
-                with suppress(ToolFailed):  # the first failure is the one to tell
+                with suppress(ToolFailed):  # the first failure is the one to report
                     await tools.close(score=False)
                 raise
             result = await dialogue.result(await tools.close(score=True))
@@ -225,7 +225,7 @@ class _Dialogue:
         return most_answers is not None and self.num_answers >= most_answers
 
     async def _tool_messages(self, read: ReadResponse, call: int) -> list[Message]:
-        """Have calls answered; return the messages that tell the model of them, and of those not read."""
+        """Run tool calls; return the messages with their answers, and with the errors of unreadable calls."""
         calls = read.calls
         answers: list[ToolAnswer] = []
         if calls:
@@ -281,7 +281,7 @@ class _Dialogue:
         return replace(read, text=read.text.strip(), problems=problems)
 
     async def result(self, tool_score: float) -> AgentResult:
-        """Return what came of the conversation; `tool_score` is what tools say of the whole of it."""
+        """Return the result of the conversation; `tool_score` is the score that tools give to all of it."""
         reward = None
         turn_rewards: Mapping[int, float] = {}
         if self.environment is not None and self.rewarded:

@@ -116,6 +116,6 @@ class CollabLLM:
         return conversation.messages
 
     def _message(self, output: GenerationOutput) -> Message:
-        """Return what the user hears of an answer: no thinking."""
+        """Return the part of an answer that the user reads, without the thinking."""
         text = str(self._tokenizer.decode(list(output.token_ids), skip_special_tokens=True))
         return {"role": "assistant", "content": _THINKING.sub("", text).strip()}

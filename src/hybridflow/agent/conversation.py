@@ -57,7 +57,7 @@ class Conversation:
         return check_conversation(self._template, self.prompt.token_ids, self.messages, self._tools, mode)
 
     def begin_rendered(self, prompt: Prompt, messages: Sequence[Message]) -> None:
-        """Set the first prompt, which stands for these messages, as it was rendered before."""
+        """Set the first prompt, which was rendered from these messages before."""
         self.messages += messages
         self.prompt = prompt
 
@@ -83,7 +83,7 @@ class Conversation:
         return messages
 
     def answer(self, output: GenerationOutput, message: Message) -> None:
-        """Add what the model has sampled, and the message that it stands for."""
+        """Add the tokens that the model has sampled, and the message they encode."""
         self.messages.append(message)
         ends_its_turn = output.finish_reason == "stop" and not isinstance(output.stop_reason, str)
         self._last_token = output.token_ids[-1] if ends_its_turn else None

@@ -1,7 +1,7 @@
 """An HTTP endpoint for unmodified agents: a base URL for each trajectory, and every call recorded.
 
 agent ──HTTP──► Endpoint (/t/SECRET/v1/…) ──► Recording ──prompt ids──► Policy ──► output ──► answer
-                                                  └── remembers which ids stand for which conversation
+                                                  └── remembers the token ids of each conversation
 
 An agent sends its whole conversation with every request. Where it begins with one that was answered here, the
 prompt begins with exactly the ids of that call, and only what is new is tokenised.
@@ -70,7 +70,7 @@ STATUSES: dict[FailureCause, int] = {"data": 400, "deadline": 504}
 
 
 class Endpoint:
-    """HTTP server of the trajectories that run now, in the event loop of whoever records them.
+    """HTTP server of the trajectories that run now, in the event loop of their recorder.
 
     It listens from the first trajectory to the end of the event loop. Paths that belong to none are answered
     with 404, those of one that has ended with 410.

@@ -63,7 +63,7 @@ class Episode:
 
 @dataclass(frozen=True)
 class AgentResult:
-    """What came of an episode, besides the calls that the policy has recorded."""
+    """The result of an episode, besides the calls that the policy has recorded."""
 
     reward: float | None = None
     """Reward of the whole trajectory; None: the run's reward function scores it."""

@@ -61,7 +61,7 @@ class HostedEnvironment:
         return observation
 
     async def step(self, text: str) -> Step:
-        """Return the answer to a turn of the model; a bare text stands for a step without a reward."""
+        """Return the answer to a turn of the model; a bare text is a step without a reward."""
         try:
             return step_of(await self._call("step", text))
         except TypeError as error:

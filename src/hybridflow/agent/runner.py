@@ -1,7 +1,7 @@
 """Runs all episodes of a step concurrently; failures are retried, and each result is reported at once.
 
 episodes ──place──► Agent.run ──► Trajectory ──ended──► scored while others still run
-                       └── failed? by its cause tried again, with other draws, or told as failed
+                       └── failed? retried, by its cause, with other seeds, or reported as failed
 
 `Concurrency` says how many trajectories run at once: more, step by step, while the engines keep up; else far
 fewer.
@@ -57,7 +57,7 @@ LEAVE_SECONDS = 10.0
 AgentOf = Callable[[Episode], Agent]
 """Gives the agent that plays an episode; TrajectoryFailed where there is none."""
 Ended = Callable[[int, Trajectory], None]
-"""Called with the place of an episode and what came of it, as soon as it has ended."""
+"""Called with the place of an episode and its trajectory, as soon as it has ended."""
 LEAST = 8
 """Trajectories that run at once in any case."""
 START = 64
@@ -111,7 +111,7 @@ class Runner:
         ended: Ended,
         shared: Concurrency | None = None,
     ) -> None:
-        """Play all episodes and tell the end of each; a failed one ends nothing but itself.
+        """Run all episodes and report the end of each; a failed one ends nothing but itself.
 
         `shared` has the places of all runs that go on at once, and somebody adapts it; None: this is the only
         run.
@@ -192,7 +192,7 @@ class Runner:
             return _failed(episode, "environment", "".join(traceback.format_exception(error)).strip())
 
     def _trajectory(self, episode: Episode, policy: Policy, result: AgentResult) -> Trajectory:
-        """Return what came of an episode; TrajectoryFailed where that cannot be."""
+        """Return the trajectory of an episode; raises TrajectoryFailed for an invalid result."""
         if not isinstance(result, AgentResult):
             raise TrajectoryFailed(
                 "environment", f"the agent returned {type(result).__name__}, wanted an AgentResult"
@@ -310,7 +310,7 @@ class Concurrency:
                 self._changed.notify(1)
 
     async def adapt(self) -> None:
-        """Look from time to time, for as long as nobody cancels this."""
+        """Re-evaluate the limit every LOOK_SECONDS until cancelled."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             await self.look()

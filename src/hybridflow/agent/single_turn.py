@@ -51,7 +51,7 @@ class RequestBatch:
         )
 
     def trajectory(self, place: int, output: GenerationOutput, tokenizer: Tokenizer) -> Trajectory:
-        """Return what came of the request at `place`, with its text and the facts that a reward reads."""
+        """Return the trajectory of the request at `place`, with its text and what a reward reads."""
         prompt = self.requests[place].prompt
         # a response without tokens is a row all the same: it is an answer, and is scored like others
         lineages = rows_of([Call(prompt, output)]) or (Lineage(prompt),)

@@ -75,7 +75,7 @@ class Environment:
     def reset(self, row: Mapping[str, Any]) -> Observation | Awaitable[Observation]:
         """Return what the model reads first; `row` is the data row, with its `extra_info` and `prompt`.
 
-        Without a `reset` of its own, an environment gives the row's own prompt.
+        Without its own `reset`, an environment gives the row's own prompt.
         """
         prompt: Observation = row["raw_prompt"]
         if not prompt or prompt == EMPTY_PROMPT:
@@ -88,7 +88,7 @@ class Environment:
     def step(self, text: str) -> Step | Awaitable[Step]:
         """Answer a turn of the model that calls no tool; `text` is without special tokens.
 
-        Without a `step` of its own, an environment ends with the first such turn.
+        Without its own `step`, an environment ends with the first such turn.
         """
         return Step(done=True)
 

@@ -146,7 +146,7 @@ class Calculator(Environment):
         return Step(reward=float(right), done=True, extra={"acc": float(right)})
 
     def demonstrate(self, rng: random.Random, well_formed: float = 0.3) -> list[dict[str, str]]:
-        """Return a conversation about a question of its own, whose call is well formed only in part."""
+        """Return a conversation about a new question, whose call is only sometimes well formed."""
         self.seed = rng.getrandbits(32)
         question = self.reset({})
         call = ("calculator", "expression", self.expression)
@@ -215,7 +215,7 @@ KINDS = ("city", "pet", "job")
 
 
 class Search(Environment):
-    """A question about one of `people` people; each group has people and facts of its own.
+    """A question about one of `people` people; each group has its own people and facts.
 
     The reward is 1 where the answer is the looked-up word. `topk` facts answer a search. Metric: `acc`.
     """
@@ -254,7 +254,7 @@ class Search(Environment):
         return Step(reward=float(right), done=True, extra={"acc": float(right)})
 
     def demonstrate(self, rng: random.Random, well_formed: float = 0.3) -> list[dict[str, str]]:
-        """Return a conversation about a question of its own, whose call is well formed only in part."""
+        """Return a conversation about a new question, whose call is only sometimes well formed."""
         self.seed = rng.getrandbits(32)
         question = self.reset({})
         query = question.removesuffix("?")

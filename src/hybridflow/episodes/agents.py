@@ -66,7 +66,7 @@ class Agents:
     ) -> tuple[Metrics, RolloutStats]:
         """Answer all requests; return metrics of agents, and counts of the generation.
 
-        `ended` hears of each end at once: in this thread, or in that of the agents' event loop. The
+        `ended` is called at each end: in this thread, or in that of the agents' event loop. The
         environments of `held_out` requests are the same at every step.
         """
         if self.are_used:
@@ -164,7 +164,7 @@ class Agents:
     def _trajectory(
         self, requests: RequestBatch, place: int, output: GenerationOutput, started: float
     ) -> Trajectory:
-        """Return what came of a single request that was sent when it was `started`, in seconds since the
+        """Return the trajectory of a single request that was sent at `started`, in seconds since the
         epoch.
         """
         trajectory = requests.trajectory(place, output, self._tokenizer)

@@ -2,7 +2,7 @@
 
     prompts ──requests──► Agents ──each trajectory as it ends──► reward ──► scored, or failed ──► rows
 
-Callers differ only in who answers the requests. A synchronous batch and a validation are one list
+Callers differ only in who generates the responses. A synchronous batch and a validation are one list
 (`run_groups`, `for_validation`): `RolloutGroup.generate` answers it as a whole, or agents play it in an event
 loop. Continuous schedules and collectors run single groups beside each other, by a client in an event loop
 (`run_group`). The list is no gather of groups, because an engine that knows its whole batch prefills each
@@ -166,7 +166,7 @@ class RolloutPipeline:
     def _scoring(
         self, session: RewardSession, requests: RequestBatch, demonstrations: RequestBatch | None = None
     ) -> Scoring:
-        """Begin to score what comes of the requests, and the data's own answers."""
+        """Start scoring the trajectories of the requests, and the data's own answers."""
         everything = requests
         if demonstrations is not None:
             everything = requests + demonstrations

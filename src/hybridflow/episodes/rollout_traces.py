@@ -90,7 +90,7 @@ def rollout_traces(config: PPOConfig, tokenizer: Tokenizer, workers: int = 1) ->
 
 
 def trace_of(trajectory: Trajectory, facts: Mapping[str, Attribute], *, with_texts: bool) -> TraceSpan:
-    """Return the tree of a trajectory's spans, whose root has `facts` and what came of it."""
+    """Return the tree of a trajectory's spans, whose root has `facts` and its outcome."""
     prompt: Sequence[int] = ()
     response: Sequence[int] = ()
     if trajectory.lineages:

@@ -94,7 +94,7 @@ class Scoring:
 
 
 def conversation_of(prompt: Any, response: str, extra_info: Mapping[str, Any]) -> Sequence[Message]:
-    """Return the conversation as an agent tells it in `extra_info`, else the prompt with the response; empty
+    """Return the conversation as an agent gives it in `extra_info`, else the prompt with the response; empty
     where the prompt is neither a text nor messages.
     """
     told: Sequence[Message] = extra_info.get("messages") or ()

@@ -60,7 +60,7 @@ def _construct(cls: type[BaseInteraction], config: Mapping[str, Any], whose: str
 class InteractionEnvironment(Environment):
     """The interactions of the YAML file `config_path`; raises ConfigError as `load_interactions` does.
 
-    A trajectory has an interaction of its own, with which it can go from process to process.
+    A trajectory has its own interaction, with which it can go from process to process.
     """
 
     def __init__(self, config_path: str) -> None:

@@ -71,7 +71,7 @@ class _OfFunction(Callback):
 def as_callbacks(callbacks: Callbacks) -> list[Any]:
     """Check the listeners: objects with some methods of Callback, or functions of (step, metrics).
 
-    One that is given alone stands for a list of one. Raises ConfigError for what is neither, and for a method
+    A single callback is taken as a list of one. Raises ConfigError for what is neither, and for a method
     that cannot be called as it will be.
     """
     if not isinstance(callbacks, list | tuple):
@@ -112,13 +112,13 @@ class CallbackTracker(Tracker):
         self._due: Exception | None = None
 
     def start(self, total_steps: int) -> None:
-        """Tell that the run begins."""
+        """Report that the run begins."""
         with self._in_order():
             if self._tell("on_run_start", self._folder, total_steps):
                 raise StopTraining
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Tell what the metrics are of: a step, a validation, a checkpoint."""
+        """Report metrics to the method for their event: a step, a validation, a checkpoint."""
         validation = {name: value for name, value in metrics.items() if VALIDATION.match(name)}
         with self._in_order():
             stops = False
@@ -136,7 +136,7 @@ class CallbackTracker(Tracker):
                 raise due
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Tell the samples of a validation; what comes of it waits until the validation is logged."""
+        """Send validation samples to callbacks; a stop request waits until the validation is logged."""
         try:
             if self._tell("on_samples", step, rows):
                 self._due = StopTraining()
@@ -144,7 +144,7 @@ class CallbackTracker(Tracker):
             self._due = error
 
     def end(self) -> None:
-        """Tell that the run has ended."""
+        """Report that the run has ended."""
         self._tell("on_run_end", self._folder)
 
     def _tell(self, method: str, *args: Any) -> bool:

@@ -70,7 +70,7 @@ class Call:
     overrides: Overrides
     progress: bool
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Keys and values that further arguments stand for."""
+    """Keys and values that further arguments set."""
     check: Callable[[Any], None] = lambda config: None
     """Called with the complete configuration."""
 
@@ -228,7 +228,7 @@ def _data(call: Call, folder: Path) -> tuple[dict[str, Any], dict[Path, Rows]]:
             found = [str(file)]
         values[f"data.{split}_files"] = found
     if "data.train_files" in values:
-        values["data.task.name"] = None  # a recipe may have a task of its own
+        values["data.task.name"] = None  # a recipe may have its own task
     return values, written
 
 
@@ -255,7 +255,7 @@ def _model(call: Call, folder: Path) -> dict[str, Any]:
 
 @contextmanager
 def _outside_event_loop() -> Iterator[None]:
-    """Let code that begins an event loop of its own run in this thread, also where one is running already."""
+    """Let code that starts its own event loop run in this thread, also where one is running already."""
     loop = asyncio._get_running_loop()
     if loop is None:
         yield

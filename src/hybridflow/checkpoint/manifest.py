@@ -119,7 +119,7 @@ def sequence_of(folder: Path) -> int | None:
     try:
         return read_manifest(folder).sequence
     except CheckpointError:
-        return None  # loading names the damage; here the folder only has no place of its own in the order
+        return None  # loading reports the damage; here the folder is only left out of the order
 
 
 def folders_by_age(run_dir: Path) -> list[Path]:

@@ -3,7 +3,7 @@
     RUN/global_step_N ──files, then manifest.json──► ADDRESS/global_step_N    in a thread beside the run
     ADDRESS/global_step_N ──fetch_newest, digests──► RUN/global_step_N        where the run folder has none
 
-A copy counts once its manifest is there, which is written last and removed first. A copy that fails is told
+A copy counts once its manifest is there, which is written last and removed first. A failed copy is logged
 and counted, and never ends a run: the checkpoint itself is whole in the run folder.
 """
 

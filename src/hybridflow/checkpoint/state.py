@@ -116,7 +116,7 @@ def _blocks(names: list[str], tensors: Mapping[str, Tensor]) -> Iterator[memoryv
 
 
 def _is_small(tensor: Tensor) -> bool:
-    """Return whether a wait for a tensor of its own would count; page-locked memory is kept for ever."""
+    """Return whether a separate wait for this tensor would matter; page-locked memory is kept for ever."""
     return tensor.numel() * tensor.element_size() < SMALL_BYTES
 
 

@@ -53,7 +53,7 @@ BUILT_FOR_TORCH = ("torchvision", "torchaudio")
 IMPORTED = ("torch", *BUILT_FOR_TORCH, "transformers")
 """Packages that the probe imports; what else failed there is a kind of device."""
 TOGETHER = ("torch", "transformers", "tokenizers", "huggingface-hub", "numpy", "openai", "httpx2", "pydantic")
-"""Packages about which others disagree most: only their conflicts are told."""
+"""Packages whose versions conflict most often: only their conflicts are reported."""
 
 
 @dataclass(frozen=True)

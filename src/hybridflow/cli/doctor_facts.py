@@ -1,7 +1,7 @@
 """What `hybridflow doctor` reads from a machine: `Facts`, each read once, when it is first needed.
 
-torch and transformers are imported in a process of their own (`probe`): a broken installation may end that
-process, and the doctor tells of it.
+torch and transformers are imported in a separate process (`probe`): a broken installation may crash that
+process, and the doctor reports it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Memory:
 
 
 def probe(seconds: float = PROBE_SECONDS) -> Probe:
-    """Import torch, torchvision and a model class in a process of their own, and return what it said."""
+    """Import torch, torchvision and a model class in a separate process, and return its report."""
     command = [sys.executable, "-c", _PROBE]
     ended = ""
     try:
@@ -311,7 +311,7 @@ class Facts:
 
     @cached_property
     def open_files(self) -> int:
-        """How many files a process may have open; -1 stands for no limit."""
+        """How many files a process may have open; -1: no limit."""
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
     @cached_property

@@ -111,7 +111,7 @@ class EngineKwargsConfig:
 
 @dataclass(frozen=True)
 class RolloutServerConfig:
-    """Servers of vLLM and SGLang that generate in processes of their own."""
+    """Servers of vLLM and SGLang that generate in separate processes."""
 
     enable: bool | None = key(
         None,

@@ -50,7 +50,7 @@ class RayConfig:
 
 
 def choose_address(key: str | None) -> str | None:
-    """Return the address of the Ray to join, or None where the run starts one of its own.
+    """Return the address of the Ray to join, or None where the run starts its own.
 
     The key comes first, then RAY_ADDRESS, then the cluster of the submitted job that this process belongs to.
     """

@@ -32,7 +32,7 @@ class WrongKeyRead(Exception):
 
 
 class Wrong:
-    """Stands for the value of a wrong key: any use of it raises WrongKeyRead."""
+    """Placeholder for the value of a wrong key: any use of it raises WrongKeyRead."""
 
     def __getattr__(self, name: str) -> NoReturn:
         raise WrongKeyRead

@@ -58,7 +58,7 @@ def num_processes(trainer: TrainerConfig | SFTTrainerConfig) -> int:
 
 
 def resolved_controller(trainer: TrainerConfig | SFTTrainerConfig) -> str:
-    """Return `local` or `ray`: the controller that is set, or the one that `auto` stands for."""
+    """Return `local` or `ray`: the controller that is set, or the one that `auto` resolves to."""
     if trainer.controller != "auto":
         return trainer.controller
     if num_processes(trainer) > 1 or getattr(trainer, "resource_pools", {}):

@@ -283,7 +283,7 @@ def _entry_of_a_list(root: type[Any], path: str) -> str:
 
 
 def _parse(text: str, problems: list[str], wrong: set[str]) -> list[Setting]:
-    """Return the settings of an override; of a wrong one tell the problem, and note its key as wrong."""
+    """Return the settings of an override; for a wrong one add the problem, and note its key as wrong."""
     try:
         override = _parse_one(text)
     except ConfigError as error:

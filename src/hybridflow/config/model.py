@@ -261,7 +261,7 @@ class LearnerConfig:
 
 @dataclass(frozen=True)
 class ShardedLearnerConfig(LearnerConfig):
-    """The keys of a model that learns in a layout of its own."""
+    """The keys of a model that trains in its own layout."""
 
     ppo_micro_batch_size_per_gpu: int | None = key(
         None,

@@ -153,7 +153,7 @@ def longest_row(config: PPOConfig) -> tuple[int, str]:
 
 def uses_agents(config: PPOConfig) -> bool:
     """Return whether the keys ask for more than one response to each prompt of the data: tools, an
-    environment, or an agent of one's own.
+    environment, or a user's agent.
     """
     rollout = config.actor_rollout_ref.rollout
     return bool(
@@ -190,7 +190,7 @@ def may_use_agents(config: PPOConfig) -> bool:
 
 
 def may_score_itself(config: PPOConfig) -> bool:
-    """Return whether rewards may come from an environment, or from an agent of one's own."""
+    """Return whether rewards may come from an environment, or from a user's agent."""
     agent = config.actor_rollout_ref.rollout.agent
     built_in = ("single_turn_agent", "tool_agent")
     return bool(config.data.environment or agent.command or agent.default_agent_loop not in built_in)

@@ -220,7 +220,7 @@ def reward_fault(
 def call_fault(
     signature: Signature | None, arguments: Sequence[str], options: Mapping[str, Any] | None = None
 ) -> str:
-    """Return why a function cannot be called with so many arguments and these options, or "".
+    """Return why a function cannot be called with that many arguments and these options, or "".
 
     None, a signature that is not known, takes anything.
     """
@@ -304,7 +304,7 @@ def own_algorithm_problems(
     """
     algorithm = config.algorithm
     actor = config.actor_rollout_ref.actor
-    any_column = config.trainer.step_class is not None  # a step of one's own may add columns
+    any_column = config.trainer.step_class is not None  # a user's step may add columns
     if ":" in algorithm.adv_estimator:
         found = estimator or define(algorithm.adv_estimator)
         fault = ""
@@ -336,7 +336,7 @@ def _absent(config: PPOConfig, whose: str, found: Definition) -> Iterator[str]:
 
 
 def own_code_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
-    """Yield one line for each problem of a user's own code besides the maths, as far as its source tells."""
+    """Yield one line for each problem of a user's own code besides the maths, as far as its source shows."""
     task = config.data.task
     if task.name and ":" in task.name and not task.name.startswith(("reasoning_gym:", "environment:")):
         options = {"seed": task.seed, **task.options}

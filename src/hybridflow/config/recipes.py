@@ -26,7 +26,7 @@ FOLDER = Path(__file__).resolve().parent.parent / "recipes"
 MEGATRON_BASE = "ppo_megatron_trainer"
 """verl's name for the file of all keys whose strategy is megatron."""
 BASES = ("ppo_trainer", MEGATRON_BASE, "sft_trainer", "sft_trainer_engine")
-"""verl's names for files of all keys with their defaults: in a `defaults` list they stand for the schema."""
+"""verl's names for files of all keys with their defaults: in a `defaults` list they mean the schema."""
 
 
 ROOTS = {"train": "PPOConfig", "sft": "SFTConfig", "dpo": "DPOConfig", "reward-model": "RewardModelConfig"}
@@ -227,7 +227,7 @@ def _name(given: dict[str, str]) -> str:
 
 
 def _named_file(given: dict[str, str]) -> str | None:
-    """The recipe that --config-path and --config-name stand for; None where they name verl's own base."""
+    """The recipe that --config-path and --config-name name; None where they name verl's own base."""
     folders = [given[flag] for flag in FOLDER_FLAGS if flag in given]
     name = _name(given)
     if "--config-name" in given and not name:

@@ -94,7 +94,7 @@ class Relations:
         """Yield one line for each relation that is broken.
 
         `follows` are the keys that have the value of another one where they are left out: what is wrong with
-        that value is told of the other key alone.
+        that value is reported for the other key alone.
         """
         for info in self._keys.values():
             for relation in (each for each in info.relations if each.kind != "surprises"):

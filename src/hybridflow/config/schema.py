@@ -4,14 +4,14 @@
     exact: bool = key(False, "Exact mode.", excludes(".skip.enable", "dumped log-probs are of other weights"))
 
 A relation names another key, or a condition on it; `relations.py` says how conditions are written, evaluates
-all relations, and tells what is wrong:
+all relations, and reports what is wrong:
 
     excludes, needs      the key cannot go with, or without, the other one in this condition
     at_most, less_than   the number is bounded by that of the other key, where that is 1 or more
     at_least, divides    the number is at least that of the other key, or divides it
     surprises            where the key is set, a note says what follows from it in this condition
     read_by              the key, or all keys of the block, are read in this condition only: elsewhere a note
-                         says so where they are set, and no other relation of them is told
+                         says so where they are set, and no other relation of them is reported
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class KeyRelation:
     why: str = ""
     at: str = ""
     """The own values for which the relation holds, as the second half of a condition: `=true`, `>0`,
-    `!=null`; '' stands for any value but null, false, 0 and what is empty.
+    `!=null`; '' means any value but null, false, 0 and what is empty.
     """
     way: str = ""
-    """What to set; '' stands for the default of each of the two keys, where that ends the conflict."""
+    """What to set; '' means the default of each of the two keys, where that ends the conflict."""
 
 
 excludes = partial(KeyRelation, "excludes")

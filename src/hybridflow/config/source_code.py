@@ -3,7 +3,7 @@
 "path/to/file.py:name", "package.module:name" ──define──► Definition: its signature, its methods, or its fault
 
 A file of a user's own often imports torch, which takes seconds, and may do anything else. Only what the
-source settles by itself is told. Of a name that is decorated, assigned, imported or made under a condition
+source settles by itself is used. Of a name that is decorated, assigned, imported or made under a condition
 nothing is known, nor of a method that a class from elsewhere may have.
 """
 

@@ -59,12 +59,12 @@ class Tables(NamedTuple):
     refused_values: Mapping[str, Mapping[str, str]]
     """Why values of native keys are refused that verl knows and this version does not."""
     ppo_aliases: Mapping[str, str]
-    """Regular expressions of whole paths, and the keys that stand for them; the first that matches counts."""
+    """Regular expressions of whole paths, and the keys that replace them; the first that matches counts."""
     sft_aliases: Mapping[str, str]
     aliases_by_value: tuple[tuple[str, tuple[Any, ...], str], ...]
     """A regular expression of whole paths, the values with which it is another key, and that key."""
     value_aliases: Mapping[str, Mapping[Any, Any]]
-    """Other values of keys of the schema, by key, and what now stands for them."""
+    """Other values of keys of the schema, by key, and the values that replace them."""
 
 
 @cache
@@ -113,7 +113,7 @@ class KeyStatus:
 
 
 def rewrite(root: type[Any], path: str, value: Any) -> str | None:
-    """Return the key that now stands for `path` with this value, or None where `path` is no alias."""
+    """Return the key that replaces `path` with this value, or None where `path` is no alias."""
     table = tables()
     for pattern, values, new in table.aliases_by_value:
         match = re.fullmatch(pattern, path)
@@ -128,7 +128,7 @@ def rewrite(root: type[Any], path: str, value: Any) -> str | None:
 
 
 def rewrite_value(path: str, value: Any) -> Any:
-    """Return the value that now stands for `value` at a key of the schema; itself if it is no alias."""
+    """Return the value that replaces `value` at a key of the schema; itself if it is no alias."""
     if not isinstance(value, (str, bool, type(None))):
         return value
     return tables().value_aliases.get(path, {}).get(value, value)

@@ -47,7 +47,7 @@ def dpo(
     row_advantage = masked_mean(tokens.advantages, tokens.mask, dim=-1)
     if trajectory_id is not None:
         moved = group_sum(moved, trajectory_id)
-        # the first row stands for its trajectory
+        # the first row represents its trajectory
         first = group_best(torch.zeros_like(row_advantage), tokens.mask.any(-1), trajectory_id)
         row_advantage = row_advantage.where(first, 0.0)
     good = row_advantage > 0
@@ -77,7 +77,7 @@ def in_a_pair(advantages: Tensor, loss_mask: Tensor, group_ids: Tensor) -> Tenso
     """[B] bool: rows whose group has a row with the opposite sign of the mean advantage.
 
     advantages [B, R] float; loss_mask [B, R] bool; group_ids [B] int64. A row without a token in `loss_mask`
-    is nobody's partner.
+    is in no pair.
     """
     row_advantage = masked_mean(advantages, loss_mask, dim=-1)
     good = row_advantage > 0

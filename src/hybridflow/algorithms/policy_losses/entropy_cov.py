@@ -30,7 +30,7 @@ def select_clip_cov(
 
     Shapes as in the loss, for all rows of a mini-batch: the means, the number and the draw are over the whole
     of it. ratio, lb, ub: `clip_cov_ratio`, `clip_cov_lb`, `clip_cov_ub`. Returns `clip_cov_selected` [B, R]
-    bool; fewer where there are not so many.
+    bool; fewer where there are not that many.
     """
     tokens = Tokens.of(log_prob.detach(), old_log_prob, advantages, response_mask)
     cov = covariance(tokens)

@@ -22,7 +22,7 @@ def gspo(
     `actor/ppo_kl` (logπ_old − logπ).
 
     Beside the paper: the mean log-ratio is clamped to ±20, so that nothing overflows; each row of a
-    trajectory has a ratio of its own. Left out: the form without tokens, whose gradient this has where the
+    trajectory has its own ratio. Left out: the form without tokens, whose gradient this has where the
     tokens of a row share one advantage.
     """
     tokens = inputs.tokens()

@@ -60,7 +60,7 @@ class PolicyLoss:
 
         `**rest` takes all that is available. A function that takes `*args`, such as one that wraps another,
         gets `LOSS_ARGUMENTS` by position, unless it names them in another order. One that takes `inputs` has
-        a `loss_agg_mode` of its own where the run sets none. Raises ConfigError where an argument without a
+        its own `loss_agg_mode` where the run sets none. Raises ConfigError where an argument without a
         default is not there.
         """
         available = {**others, **{name: getattr(inputs, name) for name in LOSS_ARGUMENTS}}

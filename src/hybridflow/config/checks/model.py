@@ -1,7 +1,7 @@
 """The checks of model folders by their files alone: config.json, weights, tokenizer, chat template.
 
 Each yields one line per problem. A hub name and an address with :// are not looked at here, and neither is a
-file's content beyond its JSON: what only transformers or torch can tell is found when the model is loaded.
+file's content beyond its JSON: what only transformers or torch can find is reported when the model is loaded.
 Below are the checks of kernels and pictures.
 """
 

@@ -30,7 +30,7 @@ def no_data(config: PPOConfig | SFTConfig) -> Iterator[str]:
 
 
 def task_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
-    """Yield one line for a task that there is not, and for the file of one's own that there is not."""
+    """Yield one line for an unknown task, and for a missing file of the user's."""
     task = config.data.task
     if task.name and task.name not in TASKS and ":" not in task.name:
         yield (
@@ -138,7 +138,7 @@ def first_row(files: str | list[str]) -> dict[str, Any]:
     names = [files] if isinstance(files, str) else files
     try:
         row = _read_first_row(next(local(name) for name in names if not is_remote(name)))
-    except Exception:  # whatever is wrong with the file is told, by name and row, where the data is loaded
+    except Exception:  # an error in the file is reported, by name and row, where the data is loaded
         return {}
     return row if isinstance(row, dict) else {}
 

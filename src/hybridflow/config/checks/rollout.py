@@ -31,7 +31,7 @@ SET_BY_US = {
 }
 """Arguments of an engine that follow from keys of this schema, or on which hybridflow relies."""
 WITH_WEIGHTS = ("vllm", "sglang")
-"""Engines that have weights of their own."""
+"""Engines that hold their own weights."""
 
 
 def rollout_problems(config: PPOConfig) -> Iterator[str]:
@@ -69,7 +69,7 @@ def context_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
 
 
 def server_problems(config: PPOConfig) -> Iterator[str]:
-    """Yield one line for each problem of an engine that has weights of its own."""
+    """Yield one line for each problem of an engine that holds its own weights."""
     rollout = config.actor_rollout_ref.rollout
     if rollout.name not in WITH_WEIGHTS:
         return

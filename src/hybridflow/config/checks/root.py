@@ -3,7 +3,7 @@
     resolved config ──find_problems──► one line each; ──find_notes──► one line each for what may surprise
 
 What concerns one or two keys is declared on them (`schema.py`). The tables below list the rules that cross
-more keys, or look at files. None of them hides another: each is a function of its own, and one that reads a
+more keys, or look at files. None of them hides another: each is a separate function, and one that reads a
 key without a usable value is left out. They look at the file system (whether files exist, whether the run
 folder can be written) and create nothing.
 """

@@ -144,7 +144,7 @@ class Peers(Protocol):
     ) -> Future[R]:
         """Call a registered method on one rank, in its own lane.
 
-        Calls of one caller reach a lane in their order. A worker's calls have no deadline of their own: that
+        Calls of one caller reach a lane in their order. A worker's calls have no separate deadline: that
         a process is lost is noticed by the driver, which ends the run.
         """
         ...

@@ -5,9 +5,9 @@ backend ──invoke(role, method, call)──► WorkerHost ──► the role'
 Workers are built when they are first needed, and called by name. `LocalBackend` has one rank of every role,
 in the driver's process: a call runs at once in the caller's thread, so `breakpoint()` works in a worker and a
 traceback is one piece. The parts that `submit` returns are therefore already done. An engine that generates
-is stepped in a thread of its own, as everywhere.
+is stepped in its own thread, as everywhere.
 
-`isolate` keeps driver and workers of one process apart as two processes are: each has containers of its own
+`isolate` keeps driver and workers of one process apart as two processes are: each has its own containers
 around the same tensors. `TensorVersions` detects tensors that were written in place.
 """
 

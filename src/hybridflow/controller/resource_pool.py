@@ -20,7 +20,7 @@ from hybridflow.controller.worker import RankInfo
 from hybridflow.errors import ConfigError
 
 COLLECTOR = "collector"
-"""The role whose `trainer.num_collectors` processes have no device, in a pool of its own."""
+"""The role whose `trainer.num_collectors` processes have no device, in a separate pool."""
 SPANNING = "rollout"
 """The only role that may be in several pools, because its ranks generate independently of each other."""
 

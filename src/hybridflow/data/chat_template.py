@@ -212,7 +212,7 @@ class ChatTemplate:
         tail = self._tail(answers, tools, final=True)
         if tail.endswith(self._plain_end):
             return tail.removesuffix(self._plain_end)
-        # a call may end its turn with a token of its own
+        # a call may end its turn with its own token
         marks = [token for token in encode_rendered(self.tokenizer, tail) if token in self._marks]
         return tail[: tail.rindex(text_of(self.tokenizer, marks[-1:]))]
 

@@ -30,7 +30,7 @@ _UNREADABLE = (ValueError, ArithmeticError, pa.ArrowException)
 """What Arrow raises on making Python objects: text that is not UTF-8, times that Python's own do not hold."""
 
 _BYTE = re.compile("[\udc80-\udcff]")
-"""What Python makes of a byte that is not UTF-8, where it is told to keep it."""
+"""What Python makes of a byte that is not UTF-8, where it is set to keep it."""
 
 PARQUET = (".parquet", ".pq")
 JSON_LINES = (".jsonl", ".ndjson")

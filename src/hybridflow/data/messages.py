@@ -152,7 +152,7 @@ def messages_column(
     """The column with whole conversations for supervised fine-tuning.
 
     It is `messages_key`, or ShareGPT's `conversations` where there are neither that column nor a prompt and a
-    response. None where prompts and responses stand in columns of their own.
+    response. None where prompts and responses have separate columns.
     """
     names = set(columns)
     if messages_key in names:

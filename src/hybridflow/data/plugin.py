@@ -82,7 +82,7 @@ def check_signature(
     *,
     whose: str,
 ) -> None:
-    """Raise ConfigError where a user's function cannot be called with so many arguments and these `options`.
+    """Raise ConfigError where a user's function cannot take that many arguments and these `options`.
 
     `wanted` shows how it is written.
     """

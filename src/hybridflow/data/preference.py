@@ -57,7 +57,7 @@ class Comparison:
 class PreferenceDataset:
     """The comparisons of `rows` that can be used; item i is a Comparison.
 
-    With `single` (kto) each answer is an item of its own, beside its prompt with the answer of the next row
+    With `single` (kto) each answer is a separate item, beside its prompt with the answer of the next row
     that has another prompt; rows are then pairs, or have one answer with a label. `margin_key` names a column
     of margins, if the data has one. Raises DataError as `SFTDataset` does.
     """

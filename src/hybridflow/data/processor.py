@@ -52,10 +52,10 @@ class Expanded:
     token_ids: list[int]
     media: tuple[Medium, ...]
     origins: list[int]
-    """For each token, the place of the token that it stands for in what was expanded."""
+    """For each token, the place of its origin among the tokens before the expansion."""
 
     def spread(self, values: Sequence[int]) -> list[int]:
-        """Return values of the tokens that were expanded as values of the tokens that are there now."""
+        """Return values of the tokens before the expansion as values of the expanded tokens."""
         return [values[origin] for origin in self.origins]
 
 
@@ -184,7 +184,7 @@ class QwenProcessor(MediaProcessor):
         return int(self.config.vision_config.temporal_patch_size)
 
     def _patches(self, picture: Picture) -> tuple[Tensor, int, int]:
-        """Return patches [n, values] of a picture, which stands for all frames of a temporal patch."""
+        """Return patches [n, values] of a picture, which is taken for all frames of a temporal patch."""
         with _fitting(picture.size):
             made = self.image_processor([picture], return_tensors="pt")
         _, height, width = made["image_grid_thw"][0].tolist()

@@ -72,7 +72,7 @@ class PromptDataset:
     """The prompts of `rows` that can be used, tokenised; item i is a PromptRow.
 
     Raises DataError for a missing prompt column, prompts over `data.max_prompt_length` with
-    `truncation=error`, or no usable row. A class of one's own (`data.custom_cls`) is constructed as
+    `truncation=error`, or no usable row. A user's class (`data.custom_cls`) is constructed as
     `cls(files: list[str], tokenizer, config: DataConfig)` and has `__len__` and `__getitem__(i)` that gives
     either a PromptRow or a row dict in the schema above; row dicts are then encoded as here. To reuse this
     class: `super().__init__(load_rows(files, config.cache_dir), tokenizer, config)`.

@@ -102,7 +102,7 @@ def require_conversations(rows: Rows, config: SFTDataConfig) -> str | None:
 
 
 def require_comparisons(rows: Rows, config: PreferenceDataConfig, *, single: bool) -> str | None:
-    """Return the column with messages, or None where prompts and answers are texts of their own columns.
+    """Return the column with messages, or None where prompts and answers are texts in separate columns.
 
     With `single` one answer with a label is enough in place of a pair. Raises DataError where there is
     neither.

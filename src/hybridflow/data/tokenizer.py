@@ -121,7 +121,7 @@ _NO_CONTENT = (
     "{% endfor %}{% set messages = kept.messages +%}"
 )
 """Gives messages their `content` of none back, which transformers 5.23 takes away: templates ask for it, for
-example DeepSeek's, by which an answer that only calls tools is told from one that speaks.
+example DeepSeek's, to distinguish an answer that only calls tools from one with text.
 """
 
 

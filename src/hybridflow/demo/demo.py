@@ -154,7 +154,7 @@ def _accuracies(answers: Mapping[str, Evaluation]) -> Accuracies:
 
 
 def _validates_the_same(options: DemoOptions) -> bool:
-    """Tell whether the run's own first and last validations are the greedy evaluations."""
+    """Return whether the run's own first and last validations are the greedy evaluations."""
     return options.reward == REWARD and not options.overrides
 
 

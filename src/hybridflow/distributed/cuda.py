@@ -131,14 +131,14 @@ class CudaRecorder:
         try:
             output = run()
         except BaseException:
-            with suppress(RuntimeError):  # the first error is the one to tell
+            with suppress(RuntimeError):  # the first error is the one to report
                 graph.capture_end()
             raise
         graph.capture_end()
         return output
 
     def forget(self) -> None:
-        """The next graphs get memory of their own."""
+        """Give the next graphs a separate memory pool."""
         self._pool = torch.cuda.graph_pool_handle()
 
 

@@ -167,7 +167,7 @@ def _best(work: Callable[[], object]) -> float:
 
 def peak_since_asked() -> int:
     """Return the most bytes that this process has had since the last call: on its accelerator where it has
-    one, else in main memory; 0 where the system does not tell.
+    one, else in main memory; 0 where the system does not report it.
     """
     device = used_accelerator()
     if device is not None:

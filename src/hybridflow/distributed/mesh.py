@@ -28,7 +28,7 @@ class Column:
     forward: dist.ProcessGroup
     """The group in which hidden states travel; collectives of the column use it too."""
     backward: dist.ProcessGroup
-    """The group in which gradients travel: one of their own, since NCCL serves a pair of ranks in order."""
+    """The group in which gradients travel: a separate one, since NCCL serves a pair of ranks in order."""
     ends: dist.ProcessGroup
     """The group of the first and the last stage; only its ranks may use it."""
 
@@ -98,7 +98,7 @@ class EngineMesh:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank is the one that tells what all ranks know, such as the norm of the gradient."""
+        """Whether this rank is the one that reports what all ranks know, such as the norm of the gradient."""
         return self.returns and self.layout.data_rank(self.rank) == 0
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from hybridflow.distributed.accelerators import features, is_accelerator
 
 ALIGNMENT = 64
-"""Tensors that lie in one block of memory begin at multiples of so many bytes."""
+"""Tensors that lie in one block of memory begin at multiples of this many bytes."""
 FIRST_SLAB = 16 * 2**20
 """Bytes of the first slab of a dtype; each further one has twice as many, up to the largest."""
 LARGEST_SLAB = 2**30
@@ -38,7 +38,7 @@ def to_device(values: Tensor | Sequence[Any], device: torch.device) -> Tensor:
 
 
 def all_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
-    """Return tensors of the host on `device`, by a copy for each dtype, which nobody waits for.
+    """Return tensors of the host on `device`, by an asynchronous copy for each dtype.
 
     Those of a dtype lie in one block of device memory, which is freed with the last of them. A block has one
     dtype because `torch.save`, for which a user's loss may have a use, takes no block of several. On a CPU
@@ -58,7 +58,7 @@ def all_to_device(tensors: Mapping[str, Tensor], device: torch.device) -> dict[s
             _part(packed, start, tensors[name]).copy_(tensors[name])
         moved = to_device(packed, device)
         for name, start in zip(names, starts):
-            # by `data` each has a version of its own: a change of one is none of all for autograd
+            # by `data` each has its own version: a change of one is none of all for autograd
             found[name] = _part(moved, start, tensors[name]).data
     return {name: found[name] for name in tensors}
 

@@ -60,7 +60,7 @@ once for all ranks that share them.
 """
 CLOSE_SECONDS = 5.0
 GROUPS = {"control": 1, "requests": 1, "collect": 2}
-"""Threads of a process beside that of the ordered calls. Polls have threads of their own, since they would
+"""Threads of a process beside that of the ordered calls. Polls have separate threads, since they would
 hold back the requests, and two of them, so that the poll for one kind of outputs does not hold back that for
 the other. The other lanes have one, which keeps the order of calls.
 """
@@ -72,7 +72,7 @@ class RayBackend:
     `meshes` arranges the ranks of each role. `make` is sent to the processes and returns the factories there.
     Times are in seconds: `call_timeout` for a call, `heartbeat_timeout` without a sign of life after which a
     process counts as lost, and `startup_timeout` for devices, processes and models together. `runtime_env` is
-    Ray's, for the processes. `start_queue` starts the queue that has the rows, in so many seconds; None:
+    Ray's, for the processes. `start_queue` starts the queue that has the rows, within some seconds; None:
     Ray's object store has them. Raises what a worker raises while it is built, WorkerError where starting
     takes too long, and WorkerLost where a process dies.
     """

@@ -3,7 +3,7 @@
     connect ──► Cluster ──check(placement)──► all pools fit ──place(pool)──► PlacedPool ──► shutdown
 
 The address comes from the key, from RAY_ADDRESS, or from the submitted job that this process belongs to.
-Without an address the run starts a Ray of its own on this machine, in a temporary folder, and always ends it.
+Without an address the run starts its own Ray on this machine, in a temporary folder, and always ends it.
 A cluster that others started is only left.
 """
 
@@ -49,7 +49,7 @@ from hybridflow.errors import ConfigError, WorkerError, WorkerLost
 logger = logging.getLogger(__name__)
 
 OWN_OPTIONS = {"CPU": "num_cpus", "GPU": "num_gpus"}
-"""Resources for which Ray has options of their own."""
+"""Resources for which Ray has its own options."""
 SETTLE_SECONDS = 3.0  # devices of a run that has just ended become free within this time
 
 

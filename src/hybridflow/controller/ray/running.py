@@ -194,7 +194,7 @@ class RayPart(Part):
         super().__init__()
         self._traffic = traffic
         self._queue = queue
-        self.set_running_or_notify_cancel()  # the rank runs in any case: nobody can cancel it
+        self.set_running_or_notify_cancel()  # the rank runs in any case: it cannot be cancelled
         self._reference = reference
         self.role = role
         self.method = method

@@ -4,8 +4,8 @@
     Held ──opened──► Packet, wherever it is read
 
 Its backends move bytes in ways that Ray's object store does not have, for example RDMA between nodes
-(MooncakeStore, Yuanrong). A cluster has at most one queue: whoever comes first starts it, with its settings,
-and others join it. Each run has a partition of its own there.
+(MooncakeStore, Yuanrong). A cluster has at most one queue: the first run starts it, with its settings,
+and others join it. Each run has its own partition there.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class TransferQueue:
         return Packet(pickled.tobytes(), tuple(buffers))
 
     def drop(self, held: Held) -> None:
-        """Free a packet soon, which nobody reads any more; for the process that has started this."""
+        """Free a packet soon, which has no readers any more; for the process that has started this."""
         self._dropped.put(held.key)
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ class TransferQueue:
                 return
             try:
                 transfer_queue.kv_clear([key], self.partition)
-            except Exception:  # whoever reads from a lost queue is told; one row too many there harms nobody
+            except Exception:  # a reader of a lost queue gets the error; one row too many there is harmless
                 continue
 
 
@@ -152,14 +152,14 @@ def _runs() -> bool:
 
 
 def _within(seconds: float, work: Callable[[], Any], cpus: int) -> None:
-    """Do this in a thread of its own, since the package waits for its processes without an end."""
+    """Do this in a thread, since the package waits for its processes without a timeout."""
     done: concurrent.futures.Future[None] = concurrent.futures.Future()
 
     def working() -> None:
         try:
             work()
             done.set_result(None)
-        except Exception as error:  # whatever the package raises is told below
+        except Exception as error:  # whatever the package raises is reported below
             done.set_exception(error)
 
     threading.Thread(target=working, name="TransferQueue starts", daemon=True).start()

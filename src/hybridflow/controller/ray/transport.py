@@ -38,7 +38,7 @@ SMALLER = 4
 """Runs are taken where they need this many times fewer bytes than the column."""
 LENGTH = torch.int32
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""The integers whose bits stand for the values of a dtype, by the dtype's size."""
+"""The integers whose bits carry the values of a dtype, by the dtype's size."""
 NARROW = (torch.uint8, torch.int16, torch.int32)
 PROBES = 128
 """Neighbours that are compared before all are: a column of unlike values costs microseconds."""

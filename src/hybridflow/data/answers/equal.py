@@ -1,7 +1,7 @@
 """Whether two expressions are equal, and whether two equations have the same solutions.
 
 Numbers are compared as fractions where both are, else with as many digits as their range takes. Expressions
-with letters are equal if they are at a dozen points: letters stand for real numbers, and a point counts where
+with letters are equal if they are at a dozen points: letters are real numbers, and a point counts where
 both sides are real. No formula is transformed, so the work is bounded.
 """
 

@@ -161,7 +161,7 @@ class _Parser:
                 return _product(factors)
 
     def is_power_of_ten_behind_x(self) -> bool:
-        """Whether the letter x stands for a times sign, as in 1.6 x 10^{-19}."""
+        """Whether the letter x is a times sign, as in 1.6 x 10^{-19}."""
         around = self.tokens[self.place - 1 : self.place + 3]
         return around[0].kind == "number" and [token.text for token in around[1:]] == ["x", "10", "^"]
 

@@ -39,7 +39,7 @@ _SENTENCE = re.compile(r"\.\s+(?=[A-Z])")
 _POINT = re.compile(r"(?<=\d)\.(?=\d)|(?<![\w.])\.(?=\d)")
 _SIGN = re.compile(r"(?<![^\s(\[$€£])[-−](?=[$€£]?\.?\d)")
 _KEPT = {0xE000: ".", 0xE001: "-"}
-"""Characters of private use, which stand for points and signs of numbers while punctuation goes."""
+"""Characters of private use, which replace points and signs of numbers while punctuation is removed."""
 _RANGES = ((0x2010, 0x205E), (0x3001, 0x3003), (0x3008, 0x3011), (0x3014, 0x301F), (0xFF01, 0xFF0F))
 _PUNCTUATION = dict.fromkeys(
     [ord(char) for char in string.punctuation + "¡§«¶·»¿−：；＜＝＞？＠［＼］＾＿｀｛｜｝～｡｢｣､･"]
@@ -58,7 +58,7 @@ class _Box(NamedTuple):
 def last_boxed(text: str) -> str | None:
     r"""Return what the last `\boxed` or `\fbox` of a text frames, or None.
 
-    None also stands for a last box that is never closed: the answer was begun anew, so an earlier box is not
+    None also where the last box is never closed: the answer was begun anew, so an earlier box is not
     the answer. A box with nothing in it is passed over. Of nested boxes the outermost counts. Boxes with
     only a comma, "and" or "or" between them give one answer together, joined by commas.
     """

@@ -199,7 +199,7 @@ def tokens_of(text: str, units: frozenset[str], *, thousands: bool = True) -> li
     is longer than MAX_LENGTH.
     """
     text = unicodedata.normalize("NFKC", text.translate(_TRANSLATION)).strip()
-    if len(text) > MAX_LENGTH:  # one character may stand for many
+    if len(text) > MAX_LENGTH:  # one character may expand to many
         raise Unreadable("too long")
     text = _INCHES.sub(" inches", _BOLD.sub("", text.strip("`")))
     if "\\begin" not in text:

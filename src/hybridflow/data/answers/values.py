@@ -209,7 +209,7 @@ def same_number(
 def step_of(expression: Expression) -> Fraction | None:
     """Return the worth of the last digit of a decimal, also with a sign or times a power of ten.
 
-    None stands for an expression without decimals. In any other expression with decimals no digit is the
+    None: an expression without decimals. In any other expression with decimals no digit is the
     last, and only `TOLERANCE` counts. Raises NoValue for powers of ten beyond all bounds.
     """
     if isinstance(expression, Constant):
@@ -244,7 +244,7 @@ class Operations:
         self.left = MAX_OPERATIONS
 
     def take(self, digits: int) -> None:
-        """Count one operation on numbers of so many digits. Raises WorkSpent."""
+        """Count one operation on numbers of `digits` digits. Raises WorkSpent."""
         self.left -= int((digits / 80) ** 1.6) + 1
         if self.left < 0:
             raise WorkSpent("too much work")
@@ -253,7 +253,7 @@ class Operations:
 class Digits:
     """Computes values with a number of digits, and notes the range of the numbers that come up.
 
-    `real` says that letters stand for real numbers, so that odd roots of negative numbers are negative. The
+    `real` says that letters are real numbers, so that odd roots of negative numbers are negative. The
     range says how many digits a comparison takes.
     """
 

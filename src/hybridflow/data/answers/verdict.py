@@ -144,7 +144,7 @@ def _same(truth: Form, answer: Form) -> bool:
     match truth, answer:
         case Choice(letter, content), Choice(other, said):
             return letter == other and _same(content, said)
-        case Choice(letter, content), _:  # the letter, or what it stands for
+        case Choice(letter, content), _:  # the letter, or the text of that choice
             return _is_letter(answer, letter) or _same(content, answer)
         case _, Choice(letter, content):
             return _is_letter(truth, letter) or _same(truth, content)
@@ -311,7 +311,7 @@ def _label(tokens: tuple[Token, ...]) -> str:
 
 
 def _ordered(names: list[str]) -> bool:
-    """Whether values of these names are told apart: by x and y, and not by x_1 and x_2 for roots of one x."""
+    """Whether the names distinguish the values: x and y do, x_1 and x_2 for roots of one x do not."""
     if len(set(names)) < 2:
         return False
     numbered = [re.fullmatch(r"(.+)_(\d+)", name) for name in names]
@@ -471,7 +471,7 @@ def _same_relations(truth: Relation, answer: Relation) -> bool:
         return True
     equations = [set(relation.signs) <= {"=", "equiv"} for relation in (truth, answer)]
     if all(equations) or (set(truth.signs) == set(answer.signs) == {"ne"}):
-        # whether two equations have the same solutions, as far as multiples and solving for a letter tell
+        # whether two equations have the same solutions, as far as multiples and solving for a letter show
         wanted = _difference(truth)
         given = _difference(answer)
         if wanted is None or given is None:

@@ -1,6 +1,6 @@
 """Procedural tasks, which make questions without files: a name and a seed in, rows of one split out.
 
-The rows have the schema of `data.prompts`. A task of one's own is `path.py:factory`: `factory(seed: int,
+The rows have the schema of `data.prompts`. A user's task is `path.py:factory`: `factory(seed: int,
 **options)` gives an object with `rows(split, size)`.
 """
 

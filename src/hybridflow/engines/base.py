@@ -3,7 +3,7 @@
     rows [B, T] ──split──► micro-batches ──pack──► module ──unpack──► answers [b, R] ──loss──► gradients
     ──step──► parameters
 
-The engine never sees an algorithm, and nobody above it calls the module. It is handed an `OutputSpec`, which
+The engine never sees an algorithm, and no code above it calls the module. It is handed an `OutputSpec`, which
 names the numbers wanted of each token, and a `LossFn`, whose result is minimised.
 """
 

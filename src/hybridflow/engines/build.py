@@ -102,7 +102,7 @@ def build_engine(
             f"model {model['path']!r} has no head ({', '.join(HEAD_NAMES)}) in its files, so all scores "
             "would be 0: give a reward model, which `hybridflow reward-model` makes of this one"
         )
-    # compile the blocks if asked; else let a policy in training tell the load of its experts
+    # compile the blocks if asked; else let a policy in training report the load of its experts
     if fsdp.use_torch_compile:
         compile_blocks(module, blocks)
     elif isinstance(module, PolicyModel) and (optim is not None) and routers(module.hf):

@@ -62,7 +62,7 @@ class ExpertLoad:
         """Count the newest pass, where it `counts`, and return its share of the auxiliary loss, 0-d.
 
         A pass weighs as much as it has of the mini-batch's tokens and of the layers. Of a micro-batch's
-        passes, which have other layers each, one `tells` its tokens.
+        passes, which have other layers each, one `tells` (counts) its tokens.
         """
         tape = self.policy.tape
         assert tape is not None, "a policy that follows routes has a tape of its pass"

@@ -286,7 +286,7 @@ class NonfiniteGuard:
     """A count of optimizer steps in a row whose loss or gradient norm is not finite.
 
     After `limit` of them a TrainingError ends the run. Rows are written below `folder`; `part` is what this
-    rank adds to the name of its own, or None where another rank has the same rows and writes them.
+    rank adds to the name of its file, or None where another rank has the same rows and writes them.
     """
 
     def __init__(self, name: str, limit: int, folder: Path | None, part: str | None = "") -> None:

@@ -54,7 +54,7 @@ class MicroBatch:
 def plan(
     batch: DataProto, limits: BatchLimits, agree: Agree | None, *, at_least: int = 0
 ) -> list[MicroBatch]:
-    """Return the micro-batches of `batch` on the host, `at_least` so many.
+    """Return the micro-batches of `batch` on the host, at least `at_least` of them.
 
     With `agree`, all ranks get the same number. Raises ConfigError for a row or group above the limits; every
     other rank then raises TrainingError, so that none is left waiting.

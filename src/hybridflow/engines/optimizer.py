@@ -155,7 +155,7 @@ class MasterAdamW:
             parameter.copy_(self.masters[name])
 
     def _apart(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Return the parameters whose masters have memory of their own, with their names."""
+        """Return the parameters whose masters have separate memory, with their names."""
         return (
             (name, p)
             for name, p in self.parameters.items()
@@ -168,7 +168,7 @@ class MasterAdamW:
             master.grad = self.parameters[name].grad = None
 
     def move_masters(self, device: torch.device, buffers: HostBuffers) -> None:
-        """Move masters that have memory of their own to `device`, and drop their gradients.
+        """Move masters that have separate memory to `device`, and drop their gradients.
 
         On a CPU they are complete after `buffers.wait`.
         """

@@ -130,7 +130,7 @@ def filled_in(formula: str, numbers: Iterable[Number]) -> str:
         for number in numbers
         if isinstance(number.value, (int, float)) and not isinstance(number.value, bool)
     }
-    # a symbol is a word of its own: the λ of λ_critic is none
+    # a symbol is a whole word: the λ of λ_critic is none
     return re.sub(r"\w+", lambda found: texts.get(found[0], found[0]), formula)
 
 

@@ -32,7 +32,7 @@ are cut at another place up to 175 rows.
 MIN_QUERIES = 8
 """Rows of the products inside attention that suffice everywhere; many machines need half of them."""
 KEY_BLOCK = 128
-"""Keys whose values are added up in one product; libraries cut longer sums at places of their own."""
+"""Keys whose values are added up in one product; libraries cut longer sums at places that they choose."""
 THRIFTY_KEYS = 32
 VECTOR = 32
 """Count of numbers that the widest vectorised loop takes at a time: two vectors of 512 bits in float32."""

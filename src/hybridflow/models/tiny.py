@@ -111,7 +111,7 @@ def create_tiny_model(
     """Write a randomly initialised model and its tokenizer as a Hugging Face folder.
 
     It is a Llama with tied embeddings, because AutoTokenizer replaces the tokenizer of a folder whose
-    model_type is qwen2 by its own. With `experts` it is a Mixtral, which is a Llama whose layers have so many
+    model_type is qwen2 by its own. With `experts` it is a Mixtral, a Llama whose layers have that many
     experts, two of them for each token and each of half of the width. The same `seed` gives the same weights.
     The global random stream stays as it was.
     """
@@ -155,7 +155,7 @@ def create_tiny_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def create_tiny_tool_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
-    """Return the tokenizer for calls of tools in the hermes format; each of `words` is a token of its own.
+    """Return the tokenizer for calls of tools in the hermes format; each of `words` is a single token.
 
     The chat template leaves the tools' schemas out, which a tiny model knows from its warm-up, unless
     `show_tools` is true.

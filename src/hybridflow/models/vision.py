@@ -176,7 +176,7 @@ def language_class(config: PretrainedConfig) -> Any:
 
 
 def placeholder_ids(config: PretrainedConfig) -> tuple[int, ...]:
-    """Return the token ids that stand for media, which a policy never samples."""
+    """Return the placeholder token ids of media, which a policy never samples."""
     if getattr(config, "vision_config", None) is None:
         return ()
     ids = (getattr(config, name, None) for name in _PLACEHOLDERS)
@@ -223,7 +223,7 @@ class Vision:
 
     @property
     def placeholder(self) -> int:
-        """Token id that stands for a picture."""
+        """The placeholder token id of a picture."""
         return int(self._base.config.image_token_id)
 
     def outside_parameters(self) -> Iterator[nn.Parameter]:

@@ -105,8 +105,8 @@ class Costs:
     """Bytes of a number in computation."""
 
     def computing(self, shape: ModelShape, tokens: float, square: float) -> float:
-        """Return the seconds in which one device computes a forward pass over rows of so many tokens, and
-        squared tokens, in all.
+        """Return the seconds in which one device computes a forward pass over rows with these sums of
+        tokens and of squared tokens.
         """
         experts = 2.0 * shape.active_experts * tokens
         dense = 2.0 * (shape.active - shape.active_experts) * tokens + shape.causal_flops(tokens, square)
@@ -261,7 +261,7 @@ class Costs:
     def sync(self, shape: ModelShape, trainers: int, tensor: int, *, apart: bool) -> float:
         """Return the seconds in which each rank of generation gets its slice of the weights of an update.
 
-        `apart`: generation has devices of its own. One device that trains and generates moves nothing.
+        `apart`: generation has its own devices. One device that trains and generates moves nothing.
         """
         if trainers == 1 and not apart:
             return 0.0

@@ -93,7 +93,7 @@ class Cluster:
     devices: int
 
     def split(self, devices: int) -> list[int]:
-        """Return the devices of each node where so many are neighbours."""
+        """Return the number of devices on each node where `devices` of them are neighbours."""
         node = self.hardware.node
         whole = [node] * (devices // node)
         rest = devices % node

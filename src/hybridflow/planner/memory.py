@@ -327,7 +327,7 @@ def phases_of_pool(needs: Mapping[str, Needs], processes: int) -> dict[str, int]
     between = sum(need.between for need in needs.values())
     phases = {}
     if generation := needs.get("generation"):
-        actor = needs.get("actor")  # without weights of its own, generation needs the actor's on the device
+        actor = needs.get("actor")  # without its own weights, generation needs the actor's on the device
         shared = actor.fetched if actor and processes == 1 else 0
         phases["generating"] = between + generation.update + shared
     working = [need.update for role, need in needs.items() if role != "generation" and need.update]

@@ -114,7 +114,7 @@ class ModelShape:
     """Ranks can share its experts."""
 
     def cuts(self, tensor: int) -> bool:
-        """Return whether so many ranks of tensor parallelism can cut the dense layers."""
+        """Return whether a tensor-parallel degree of `tensor` divides all dense layers."""
         return tensor == 1 or (self.can_cut and self._cut_by % tensor == 0)
 
     def deals(self, parts: int, ranks: int) -> bool:

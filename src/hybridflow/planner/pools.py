@@ -103,8 +103,8 @@ def job_of(
     response: float,
     reward_seconds: float = 0.0,
 ) -> Job:
-    """Return the job of a resolved configuration whose prompts and responses have so many tokens on the mean,
-    and whose reward takes so many seconds for a response. `load` is that of `shapes_of`.
+    """Return the job of a resolved configuration with these mean numbers of tokens in prompts and responses,
+    and these seconds of the reward for a response. `load` is that of `shapes_of`.
     """
     rows = config.data.train_batch_size * rows_per_prompt(config)
     lengths = Lengths(response, config.data.max_response_length)
@@ -138,7 +138,7 @@ class PoolPlanner:
         return self.costs.cluster.hardware.memory * USABLE - RESERVED
 
     def generates_by(self, tensor: int) -> bool:
-        """Return whether so many devices can be one replica of the rollout.
+        """Return whether `tensor` devices can be one replica of the rollout.
 
         The native engine cuts dense models. Another one is started on each device, or by the user.
         """
@@ -186,7 +186,7 @@ class PoolPlanner:
         return best
 
     def _options(self, role: str, devices: int) -> list[Option]:
-        """Return a role's layouts on so many devices, each smaller and slower than the one before."""
+        """Return a role's layouts on `devices` devices, each smaller and slower than the one before."""
         found = [self._option(role, devices, fsdp) for fsdp in self.layouts(role, devices)]
         found.sort(key=lambda option: option.total)
         kept: list[Option] = []
@@ -246,7 +246,7 @@ class PoolPlanner:
     ) -> PoolPlan | None:
         """Return the pool with these layouts and the rollout's best, or None if they do not fit."""
         needs = {role: option.needs for role, option in taken.items()}
-        # whether the reference is the actor without its adapters, and has no weights of its own
+        # whether the reference is the actor without its adapters, and has no separate weights
         config = self.job.config
         model = config.actor_rollout_ref.model
         adapters = bool(model.lora_rank or model.lora_adapter_path)
@@ -277,7 +277,7 @@ class PoolPlanner:
         )
 
     def _rollout(self, pool: PoolPlan, tensor: int, needs: Mapping[str, Needs]) -> PoolPlan | None:
-        """Return the pool with replicas of so many devices, or None if they do not fit beside these needs."""
+        """Return the pool with replicas of `tensor` devices, or None if they do not fit beside `needs`."""
         job = self.job
         devices = pool.devices
         shape = job.shapes["actor"]

@@ -22,7 +22,7 @@ from hybridflow.planner.model_size import ModelSize
 CALLS = {"reference": "ref", "critic": "values", "reward_model": "reward_model"}
 """The metric of a role's forward pass."""
 OVERLAPPING = ("one_step_off", "exact_async", "fully_async")
-"""Schedules under which generation runs beside training where it has devices of its own."""
+"""Schedules under which generation runs beside training where it has its own devices."""
 REFILLING = ("fully_async", "colocated_async")
 """Schedules under which rows of the next batch take the places of those that end."""
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -90,7 +90,7 @@ class RunPlan:
 
     @property
     def placement(self) -> str:
-        """What the paper calls the placement; a rollout with devices of its own is named beside it."""
+        """What the paper calls the placement; a rollout with its own devices is named beside it."""
         models = [{*pool.roles} - {"rollout"} for pool in self.pools]
         models = [roles for roles in models if roles]
         name = "split"
@@ -129,7 +129,7 @@ class RunPlan:
 
     @cached_property
     def apart(self) -> bool:
-        """Whether the rollout has devices of its own."""
+        """Whether the rollout has its own devices."""
         return all("actor" not in pool.roles for pool in self.pools_of("rollout"))
 
     @cached_property

@@ -4,8 +4,8 @@
 
 As in the paper, every way to put roles on common devices is tried, each set gets at least the fewest devices
 in whose memory its roles fit, each role has its best layout by simulation, and a step takes, in each of its
-three stages, as long as the set that needs most. Two things are not the paper's: the rollout may be a set of
-its own, so that schedules that generate ahead can be compared, and layouts are those that the keys can say.
+three stages, as long as the set that needs most. Two things are not the paper's: the rollout may be a
+separate set, to compare schedules that generate ahead, and layouts are those that the keys can say.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Search:
 
     @cached_property
     def pools(self) -> PoolPlanner:
-        """Plans a set of roles on so many devices, and remembers it."""
+        """Plans a set of roles on a number of devices, and caches the plan."""
         return PoolPlanner(self.job, self.costs)
 
     def run(self) -> Found:

@@ -217,7 +217,7 @@ class FSDPEngine(MicroBatchEngine):
 
     @torch.no_grad()
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load the parts of `state_dict()` that are there, in place, for every user of the module."""
+        """Load the given parts of `state_dict()`, in place, for every user of the module."""
         if "model" in state:
             self._load_module(state["model"])
         if self.optimizer is not None:

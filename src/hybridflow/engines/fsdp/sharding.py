@@ -50,7 +50,7 @@ def shard(
 
     The root's group (embeddings, last norm, head) stays gathered from its forward to its backward, since the
     head's weight is used between the two. A head in a wider dtype than `compute` (the value model's) is a
-    group of its own, which is not rounded.
+    separate group, which is not rounded.
     """
     reduce: torch.dtype | None = None
     if compute != torch.float64:

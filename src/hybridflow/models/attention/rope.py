@@ -96,7 +96,7 @@ def check_lengths(config: PretrainedConfig, longest: int, key: str) -> None:
 def rotate_rows_alone(hf: nn.Module) -> None:
     """Make rotary modules whose frequencies depend on length compute those of each row, where there are any.
 
-    Raises ModelError for a module that does so in a way of its own.
+    Raises ModelError for a module that does so in another way.
     """
     for module in hf.modules():
         kinds = getattr(module, "rope_type", None)

@@ -77,7 +77,7 @@ _PLACES = itertools.count()
 AHEAD = 64
 """Tokens by which memory grows, at least."""
 KEYS = 16
-"""Slots have a multiple of so many tokens, where the rows are short."""
+"""Slots have a multiple of this many tokens, where the rows are short."""
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ class KVCache(ABC):
     place: int
     """Number that no cache had before; another one whenever a tensor has got another address or shape."""
     reads_lengths = False
-    """Whether decoding attends to as many tokens as each row has, whatever the number of keys it is told."""
+    """Whether decoding attends to as many tokens as each row has, whatever the number of keys it is given."""
     keys: dict[int, Tensor]
     values: dict[int, Tensor]
 
@@ -217,14 +217,14 @@ class KVCache(ABC):
         return True
 
     def take_back(self, rows: Sequence[int], counts: Sequence[int]) -> None:  # noqa: B027  slots need nothing
-        """Note that each of these rows has so many tokens less; new ones are written over them."""
+        """Shorten each of these rows by its count of tokens; new ones are written over them."""
 
     @abstractmethod
     def write(self, layer: int, key: Tensor, value: Tensor, places: CacheSlots) -> None:
         """Store key [N, KV, D] and value [N, KV, Dv] at `places`, in place."""
 
     def keys_read(self, longest: int) -> int:
-        """Return over how many places of each row decoding attends where the longest has so many tokens."""
+        """Return how many positions of each row decoding attends to if the longest has `longest` tokens."""
         return longest
 
     @abstractmethod

@@ -97,7 +97,7 @@ class PagedCache(KVCache):
     ) -> None:
         """`kernel` decodes; None means that each row's tokens are gathered and attended over as in slots.
 
-        `reserve`: take all memory now, with a table for rows of so many tokens, so that nothing moves while
+        `reserve`: take all memory now, with a table for rows of that many tokens, so that nothing moves while
         no row is longer; None: memory grows with the rows, by doubling.
         """
         super().__init__(shapes, device, (max_blocks - 1) * block_size)
@@ -329,7 +329,7 @@ class PagedCache(KVCache):
         return taken
 
     def _allocate(self, num_blocks: int) -> None:
-        """Allocate memory for so many blocks and copy those in use, one layer at a time."""
+        """Allocate memory for `num_blocks` blocks and copy those in use, one layer at a time."""
         if num_blocks <= self.pool.size:
             return
         for tensors in (self.keys, self.values):

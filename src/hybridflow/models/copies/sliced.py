@@ -54,7 +54,7 @@ class SlicedLinear(nn.Linear):
 
 
 def check_sliceable(policy: PolicyModel, ranks: int) -> dict[str, Style]:
-    """Return how each module of `policy.hf` is cut among so many ranks.
+    """Return how each module of `policy.hf` is sharded over `ranks` ranks.
 
     Raises ModelError where its architecture or its sizes do not allow it.
     """

@@ -71,7 +71,7 @@ class RouteTape:
         """Probabilities [N, E] that each router gives to all experts, where `keeps_scores`."""
 
     def wanted(self, layer: int, rows: int) -> Tensor | None:
-        """Return the experts [rows, K] int64 for a router of so many rows, the padding last; None: live."""
+        """Return the experts [rows, K] int64 for a router of `rows` rows, the padding last; None: live."""
         if self.replayed is None:
             return None
         wanted = self.replayed[:, layer].long()

@@ -346,7 +346,7 @@ def describe_model(config: PretrainedConfig, dtype: torch.dtype) -> str:
 
 
 def load_saved(folder: Path) -> PreTrainedModel:
-    """Load a model that a run has written, as whoever uses it would: a classifier where it is one.
+    """Load a model that a run has written, as its users would: a classifier where it is one.
 
     Raises ModelError where it cannot be loaded.
     """

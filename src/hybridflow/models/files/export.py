@@ -42,7 +42,7 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.models.score import ScoreModel
 
 ADAPTER_FOLDER = "lora_adapter"
-"""Name of the adapter's folder below a Hugging Face folder. It is a folder of its own, since a loader that
+"""Name of the adapter's folder below a Hugging Face folder. It is a separate folder, since a loader that
 finds an adapter's configuration takes the folder for an adapter.
 """
 MAX_FILE_BYTES = 4 * 2**30
@@ -148,7 +148,7 @@ def save_hf_sharded(
             except (OSError, SafetensorError) as caught:
                 error = f"{folder / name}: {caught}"
         places |= {key: (name, value.numel() * value.element_size()) for key, value in tensors.items()}
-    # tell every rank where all tensors are; ModelError on all ranks where one failed
+    # send every rank the places of all tensors; ModelError on all ranks where one failed
     reports = gather_objects((dict(places), error))
     failed = [each for _, each in reports if each is not None]
     if failed:

@@ -164,7 +164,7 @@ def _take_rope(config: PretrainedConfig, given: dict[str, Any]) -> dict[str, Any
                 f"off, set override_config.{name}.rope_type=default"
             )
         rope = dict(block)
-    if ROPE_THETA in given and ROPE_THETA not in vars(config):  # an entry of its own in older configurations
+    if ROPE_THETA in given and ROPE_THETA not in vars(config):  # a separate entry in older configurations
         theta = given.pop(ROPE_THETA)
         if rope.setdefault(ROPE_THETA, theta) != theta:
             raise ModelError(

@@ -48,7 +48,7 @@ class LogitTransform:
     scale: float = 1.0
     softcap: float | None = None
     forbidden: tuple[int, ...] = ()
-    """Token ids without probability: those that stand for pictures in a prompt. Sampled, they would be read
+    """Token ids without probability: the placeholders of pictures in a prompt. Sampled, they would be read
     as placeholders without a picture.
     """
 

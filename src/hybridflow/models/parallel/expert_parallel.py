@@ -60,7 +60,7 @@ def apply_expert_parallel(
 
 
 def check_experts(model: PolicyModel | ValueModel, ranks: int) -> None:
-    """Raise ModelError where the experts of a model cannot be cut among so many ranks."""
+    """Raise ModelError where the experts of a model cannot be sharded over `ranks` ranks."""
     backbone: Any = model.hf.base_model if isinstance(model, PolicyModel) else model.backbone
     kind = f"{type(backbone).__name__} (model_type {backbone.config.model_type!r})"
     count = num_experts(backbone.config)

@@ -56,7 +56,7 @@ def apply_tensor_parallel(
 ) -> None:
     """Cut the dense layers of `model` among the ranks of the one-dimensional `mesh`, into DTensors.
 
-    `but_experts` leaves experts to `apply_expert_parallel`. Weights that are there must be the same on all
+    `but_experts` leaves experts to `apply_expert_parallel`. Materialised weights must be the same on all
     ranks; those on the meta device are only given their placements. Raises ModelError for an architecture
     without a plan or with parts that cannot be cut, and for sizes that do not divide.
     """
@@ -166,7 +166,7 @@ def check_sizes(hf: PreTrainedModel, styles: dict[str, Style], ranks: int, *, ke
 
 
 def _published_plan(backbone: PreTrainedModel) -> dict[str, str]:
-    """Return transformers' plan for modules and parameters inside blocks; `*` stands for the number."""
+    """Return transformers' plan for modules and parameters inside blocks; `*` matches the number."""
     published = (
         getattr(backbone.config.get_text_config(), "base_model_tp_plan", None)
         or getattr(backbone, "_tp_plan", None)

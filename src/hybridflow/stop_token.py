@@ -36,7 +36,7 @@ SAME_WISH_SECONDS = 1.0
 
 
 class StopToken:
-    """Whether somebody wants this process to end its run; outside of `listening` nobody does."""
+    """Whether this process is asked to end its run; never outside of `listening`."""
 
     def __init__(self) -> None:
         self._before: dict[int, Any] = {}
@@ -95,7 +95,7 @@ class StopToken:
     def each(self, items: Iterator[T]) -> Iterator[T]:
         """Go through items with a `check` before each; a signal while the next one is awaited ends that.
 
-        Where an exception ends the loop, a generator of items is closed at once, so that whoever makes them
+        Where an exception ends the loop, a generator of items is closed at once, so that their source
         can be used again.
         """
         try:
@@ -166,7 +166,7 @@ class StopToken:
         doing = progress.describe() or "the run"
         then = "ends" if self._may_leave or not self._unsaved() else "is saved and ends"
         text = f"{name}: the run {then} as soon as possible; now: {doing}. A second signal ends it at once"
-        # in a thread of its own: the signal may have come while this one was writing a log line
+        # in a separate thread: the signal may have come while this one was writing a log line
         threading.Thread(target=logger.warning, args=("%s", text), daemon=True).start()
 
 

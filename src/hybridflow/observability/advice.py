@@ -42,9 +42,9 @@ MAX_PREEMPTED = 0.1
 MIN_PREFIX_HITS = 0.1
 MIN_MFU = 0.15
 FIRST_STEPS = 10
-"""Steps whose median stands for the beginning of a run."""
+"""Number of steps whose median represents the beginning of a run."""
 RECENT_STEPS = 5
-"""Steps whose median stands for now, so that one odd step breaks no rule of change."""
+"""Number of steps whose median represents now, so that one outlier triggers no rule."""
 HELD_OUT = "val-core/"
 _KEPT_VALIDATIONS = 20
 REPEAT_EVERY = 20
@@ -403,9 +403,9 @@ class AdviceWatch:
 
 
 class StallWatch:
-    """Compares the open parts of a step with what they took in earlier steps, in a thread of its own.
+    """Compares the open parts of a step with what they took in earlier steps, in a background thread.
 
-    `running` returns the seconds that each open part has taken so far; `say` is told of a stall, once for
+    `running` returns the seconds that each open part has taken so far; `say` is called with a stall, once for
     each time that the part is open.
     """
 

@@ -78,7 +78,7 @@ def find(name: str) -> MetricEntry | None:
 
 
 def pattern_of(name: str) -> str:
-    """Return the regular expression of the metrics that an entry's name stands for."""
+    """Return the regular expression of the metrics that an entry's name covers."""
     parts = re.split(r"\{(\w+)\}", name)
     literals = map(re.escape, parts[0::2])
     places = [f"(?:{PLACEHOLDERS[placeholder][0]})" for placeholder in parts[1::2]]

@@ -10,7 +10,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def cpu_model(info: Path = CPU_INFO) -> str:
-    """Return the processor's name as its maker writes it, or the architecture where none is told."""
+    """Return the processor's name as its maker writes it, or the architecture where none is given."""
     try:
         for line in info.read_text(errors="replace").splitlines():
             name, _, value = line.partition(":")

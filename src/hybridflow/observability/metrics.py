@@ -139,7 +139,7 @@ class Metrics:
 
 
 def _is_tensor(value: Scalar) -> TypeGuard[Tensor]:
-    """Tell tensors without importing torch."""
+    """Return whether this is a tensor, without importing torch."""
     return hasattr(value, "detach")
 
 

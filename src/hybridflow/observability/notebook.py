@@ -110,7 +110,7 @@ def _table(names: list[str], rows: list[list[str]]) -> str:
 
 @contextmanager
 def displayed(wanted: bool) -> Iterator[list[Tracker]]:
-    """Show a run as the place allows: on a terminal as the command does, in a notebook as a view of its own.
+    """Show a run as the place allows: on a terminal as the command does, in a notebook as a separate view.
 
     Gives the trackers that the view needs. Where it is not `wanted`, nothing is printed.
     """

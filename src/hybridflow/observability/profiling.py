@@ -106,7 +106,7 @@ class Profiler:
         if settings.tool == "torch":
             import torch
 
-            # the engine that generates is stepped in a thread of its own
+            # the engine that generates is stepped in its own thread
             every_thread = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
             self._torch = torch.profiler.profile(
                 record_shapes=False, with_stack=False, experimental_config=every_thread

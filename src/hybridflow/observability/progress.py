@@ -3,8 +3,8 @@
     Timer sections, counted loops ──phase/each──► Progress ──shown──► a status line that moves   (terminal)
                                                                └────► a line after each silence  (pipe, CI)
 
-There is one `progress` a process, as there is one console. Reporting to it costs next to nothing where nobody
-has switched the display on, as in worker processes, in tests and in a library's use.
+There is one `progress` a process, as there is one console. Reporting to it costs next to nothing where the
+display is not switched on, as in worker processes, in tests and in a library's use.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ class Progress:
 
     @contextmanager
     def steps(self, total: int) -> Iterator[None]:
-        """Count training steps inside the context; whoever runs them sets `step`."""
+        """Count training steps inside the context; the loop that runs them sets `step`."""
         self.total_steps = total
         self.finished_step = None
         self.has_trained = False

@@ -7,7 +7,7 @@ scores that the reward returned, and last uid and row_id. With `token_level` it 
 equally long lists over the response's tokens: text, rollout_log_probs, old_log_probs, advantages,
 response_mask, loss_mask (those that the batch has).
 
-A row with pictures has them as `media`, in the order of their places: kind, placeholder (what stands for it
+A row with pictures has them as `media`, in the order of their places: kind, placeholder (its text
 in the prompt, once), tokens, digest and picture, a data URL of a small PNG or JPEG. A file holds each picture
 once, in the first row that shows it, and no more of them than fit into PICTURE_BYTES.
 
@@ -59,7 +59,7 @@ _NO_SCORES = {
 
 
 class SampleWriter:
-    """Writes the samples of each step into a file of its own in `folder`, again after a resume.
+    """Writes the samples of each step into a separate file in `folder`, again after a resume.
 
     With `keep_to`, files of later steps are removed first: they belong to a run that is replaced.
     """

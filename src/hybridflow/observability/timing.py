@@ -5,7 +5,7 @@ with timer("step"): with timer("gen"): …  ──as_metrics──► {"timing_s
                          └── timeline ──take, after each step──► TimelineTracker ──► timeline.jsonl
 
 There is one `timeline` in a process, as there is one clock; the page of a run draws it as lanes. It costs
-next to nothing where nobody takes what it has. `Occupancy` counts the seconds that a thing, as an engine,
+next to nothing where no tracker reads it. `Occupancy` counts the seconds that a resource, such as an engine,
 spends in each of its states.
 """
 
@@ -76,7 +76,7 @@ class Timeline:
                 self._spans.append((lane, name, round(start, 4), round(end, 4)))
 
     def add_trajectory(self, number: int, spans: Iterable[TraceSpan]) -> None:
-        """Keep what a trajectory has waited for, in a lane of its own."""
+        """Keep what a trajectory has waited for, in a separate lane."""
         if self.active and self._trajectories < MOST_TRAJECTORIES:
             self._trajectories += 1
             for span in spans:

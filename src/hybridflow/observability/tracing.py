@@ -62,7 +62,7 @@ class Exporter(Protocol):
 
 
 class TraceQueue:
-    """Sends traces in a thread of its own; `sent` and `lost` count them."""
+    """Sends traces in a background thread; `sent` and `lost` count them."""
 
     def __init__(self, name: str, build: Callable[[], Exporter], decode: Decode | None = None) -> None:
         """The thread, which begins with the first trace, builds the exporter. `decode` turns token ids into
@@ -91,7 +91,7 @@ class TraceQueue:
             self._lose(1, f"{MOST_WAITING} traces wait already")
 
     def close(self) -> None:
-        """Wait at most CLOSE_SECONDS until all is sent; tell what was not."""
+        """Wait at most CLOSE_SECONDS until all is sent; log what was not."""
         if not self._thread.ident:
             return
         self._closing.set()
@@ -193,7 +193,7 @@ def title_of(span: TraceSpan) -> str:
 
 
 def parts_of(span: TraceSpan) -> Shown:
-    """Return what a span read, what came of it, and all other facts."""
+    """Return the inputs of a span, its outputs, and all other attributes."""
     inputs, outputs = (
         {name: span.attributes[name] for name in names if name in span.attributes}
         for names in (INPUTS, OUTPUTS)
@@ -275,13 +275,13 @@ class OtelExporter:
         self._api: Any = import_module("opentelemetry.trace")
         resources: Any = import_module("opentelemetry.sdk.resources")
         scopes: Any = import_module("opentelemetry.sdk.util.instrumentation")
-        logging.getLogger(PACKAGE).setLevel(logging.CRITICAL)  # the queue tells failures, once
+        logging.getLogger(PACKAGE).setLevel(logging.CRITICAL)  # the queue logs failures, once
         self._failure = import_module("opentelemetry.sdk.trace.export").SpanExportResult.FAILURE
         self._resource = resources.Resource.create(
             {"service.name": os.environ.get("OTEL_SERVICE_NAME", "hybridflow"), **resource}
         )
         self._scope = scopes.InstrumentationScope("hybridflow")
-        # give the exporter a random state of its own: it draws a pause before each request from Python's,
+        # give the exporter its own random state: it draws a pause before each request from Python's,
         # which a reward or an environment of the user may read
         for name, module in list(sys.modules.items()):
             if name.startswith("opentelemetry.exporter.otlp") and getattr(module, "random", None) is random:
@@ -289,7 +289,7 @@ class OtelExporter:
         self._exporter = exporter.OTLPSpanExporter(endpoint=endpoint)
 
     def export(self, traces: Sequence[TraceSpan]) -> None:
-        """Send the spans of traces in one request. Raises ConnectionError where nobody takes them."""
+        """Send the spans of traces in one request. Raises ConnectionError where no receiver takes them."""
         spans: list[Any] = []
         for trace in traces:
             trace_id = int.from_bytes(os.urandom(16))  # not of a stream of random numbers that a run reads
@@ -395,7 +395,7 @@ class WeaveExporter:
         self._client: Any = weave.init(project, settings={"implicitly_patch_integrations": False})
 
     def export(self, traces: Sequence[TraceSpan]) -> None:
-        """Hand traces to Weave's client, which sends them from threads of its own."""
+        """Hand traces to Weave's client, which sends them from its own threads."""
         for trace in traces:
             self._call(trace, None)
 

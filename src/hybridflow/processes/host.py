@@ -39,7 +39,7 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """What came of a request."""
+    """The result of a request."""
 
     result: bytes = b""
     """Pickle of what the method returned."""

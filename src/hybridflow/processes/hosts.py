@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 START_TIMEOUT = 120.0
 """Seconds a worker may take to import what it needs."""
 MAX_KEPT = 32
-"""Tasks whose objects may stay in workers of their own at the same time."""
+"""Most tasks whose objects may stay in their own workers at the same time."""
 WAIT_TIMEOUT = 3600.0
 """Seconds that a call waits for a free worker."""
 NUM_TRIES = 3
@@ -49,7 +49,7 @@ NOTHING = pickle.dumps(None)
 class _Worker(SupervisedProcess):
     """A worker, with one thread for each maths library, and what it has sent.
 
-    Whoever made it closes its socket.
+    Its creator closes its socket.
     """
 
     def __init__(self) -> None:
@@ -229,7 +229,7 @@ class Hosts:
         keepers = self._keepers()
         no_more_stay = len(keepers) >= self._max_kept and not self._closed
         for future, hosted in self._waiting.items():
-            # whoever holds a worker has its next one now: two that hold one and wait would wait for ever
+            # an owner of a worker gets its next one now: two that hold one and wait would wait for ever
             waits = no_more_stay and hosted.kind in self._kinds_that_stay and hosted.owner not in keepers
             if future.done() or waits:
                 continue
@@ -303,7 +303,7 @@ class Hosts:
         return reply
 
     def _settle(self, hosted: Hosted, worker: _Worker, reply: Reply) -> None:
-        """Keep what a call has made of its object, and the worker for whom it is now."""
+        """Keep the state of the object after a call, and its worker if the object stays in it."""
         if reply.kept:
             if hosted.kind not in self._kinds_that_stay:
                 logger.warning(
@@ -325,7 +325,7 @@ class Hosts:
             self._release(worker)
 
     def _release(self, worker: _Worker) -> None:
-        """Let a worker serve whoever waits, or the next call, unless there are enough for that."""
+        """Let a worker serve a waiting call or a later one, unless enough workers are idle."""
         self._idle.append(worker)
         self._serve()
         if worker in self._idle and (self._closed or self._num_shared() > self._num_workers):

@@ -2,7 +2,7 @@
 
     driver ──starts──► keeper ──forks──► worker or command ──the user's code──► processes of its own
 
-On Linux the keeper is the subreaper of its descendants: a process that detaches itself (a session of its own,
+On Linux the keeper is the subreaper of its descendants: a process that detaches itself (its own session,
 a double fork) becomes the keeper's child when its parent ends, so it can be found and killed. The keeper
 kills all descendants and ends when the program ends, when the driver asks for it (SIGTERM) and when the
 driver is gone; it then ends as the program did. On other systems only the program's process group is killed.
@@ -45,7 +45,7 @@ def main(driver: int, grace_s: float, file_descriptor: int, words: Sequence[str]
     with contextlib.suppress(OSError, AttributeError):  # only Linux has this call
         prctl(PR_SET_CHILD_SUBREAPER, 1)
         # the signal comes when the driver's thread ends that started us; whether the process did, getppid
-        # tells
+        # shows
         prctl(PR_SET_PDEATHSIG, _PARENT_GONE)
     wake, woken = socket.socketpair()
     woken.setblocking(False)

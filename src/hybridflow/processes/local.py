@@ -78,7 +78,7 @@ class LocalObject:
         return self._target
 
     async def close(self) -> None:
-        """Do nothing: nobody else has the object."""
+        """Do nothing: the object has no other user."""
 
 
 class LocalHosts:
@@ -103,7 +103,7 @@ async def in_thread(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
     def work() -> None:
         try:
             result = function(*args, **kwargs)
-        except BaseException as error:  # whoever awaits it is told
+        except BaseException as error:  # the awaiting call gets it
             _settle(answer, error=error)
         else:
             _settle(answer, result)
@@ -115,7 +115,7 @@ async def in_thread(function: Callable[..., Any], /, *args: Any, **kwargs: Any) 
 def _settle(
     answer: concurrent.futures.Future[Any], result: Any = None, error: BaseException | None = None
 ) -> None:
-    with suppress(concurrent.futures.InvalidStateError, RuntimeError):  # nobody waits for it any longer
+    with suppress(concurrent.futures.InvalidStateError, RuntimeError):  # it is not awaited any longer
         if error is not None:
             answer.set_exception(error)
         else:
@@ -131,7 +131,7 @@ async def _in_time(
             if inspect.iscoroutinefunction(function):
                 return await function(*args, **kwargs)
             return await in_thread(function, *args, **kwargs)
-    except (Exception, SystemExit) as error:  # a user's code, which may have a TimeoutError of its own too
+    except (Exception, SystemExit) as error:  # a user's code, which may raise its own TimeoutError too
         if deadline.expired():
             raise CallTooLong(f"{name} ran past its deadline of {deadline_s:g} seconds") from error
         raise CallRaised.by(error) from error

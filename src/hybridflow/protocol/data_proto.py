@@ -6,8 +6,8 @@ Field names, shapes and units are in `protocol/fields.py`; padded tensors become
 `protocol/packing.py`.
 
 A column may be elsewhere, in shards of other processes (`remote`, see `protocol/remote.py`): then it takes
-part in all of this without its values. It may be here as well, and a call of a worker reads it there: whoever
-puts other values into such a column (`batch[name] = …`) takes it out of `remote`.
+part in all of this without its values. It may be here as well, and a call of a worker reads it there: putting
+other values into such a column (`batch[name] = …`) takes it out of `remote`.
 
 Methods that change the object they are called on, as users of verl expect: `union` and `|=`, `pop`, `rename`,
 `reorder`, `padding`, `narrow_loss_mask`, `fresh_row_ids`. All others leave it alone and return a new one;
@@ -467,7 +467,7 @@ class DataProto:
         non_tensor_batch_keys: Sequence[str] = (),
         meta_info_keys: Sequence[str] = (),
     ) -> DataProto:
-        """Take the named fields out of this object and return them as one of their own."""
+        """Take the named fields out of this object and return them as a new one."""
         taken = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
         for name in (*batch_keys, *non_tensor_batch_keys):
             self.remote.pop(name, None)

@@ -1,7 +1,7 @@
 """Joining batches of different widths and columns, one under the other.
 
     [B1, P1 + R1], [B2, P2 + R2] ──join_rows──► [B1 + B2, P + R], P and R those of the longest prompt and
-    response that are there
+    response among them
 
 The axes of a field in the field table decide on which side it is padded.
 """

@@ -24,11 +24,11 @@ class PlacedMedium:
     """A medium, or a part of it, among the tokens of a forward pass."""
 
     place: int
-    """Which of the N tokens stands for its token number `first`."""
+    """The index among the N tokens of its token number `first`."""
     medium: Medium
     first: int
     count: int
-    """Number of its tokens that are there."""
+    """Number of its tokens among the N."""
 
 
 ROUTES = "routed_experts"

@@ -99,7 +99,7 @@ class RemoteColumn:
 
     @classmethod
     def concat(cls, parts: Sequence[RemoteColumn | int]) -> RemoteColumn:
-        """Return the rows of all parts in order; a number stands for so many rows that are in no shard."""
+        """Return the rows of all parts in order; a number is a count of rows that are in no shard."""
         numbers: dict[tuple[int, str], int] = {}
         shards: list[Any] = []
         found: list[tuple[Numbers, Numbers]] = []
@@ -125,7 +125,7 @@ class RemoteColumn:
         )
 
     def moved(self, given: Mapping[int, Any]) -> RemoteColumn:
-        """Return the column for another process: `given` has what stands for each shard there, by its id.
+        """Return the column for another process: `given` has the shards as that process names them, by id.
 
         Raises AssertionError where a copy was written in place: this process and that one would differ.
         """

@@ -5,7 +5,7 @@
     ├── turn ── generate, environment
     └── reward
 
-Whoever waits for something notes it in the trajectory's `SpanLog`; `episodes/rollout_traces.py` makes the
+Code that waits for something notes it in the trajectory's `SpanLog`; `episodes/rollout_traces.py` makes the
 tree, and `observability/tracing.py` sends it away.
 """
 

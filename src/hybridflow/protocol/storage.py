@@ -52,7 +52,7 @@ def write(
         }
     )
     folder.mkdir(parents=True, exist_ok=True)
-    # a copy of its own for each tensor: safetensors refuses memory that two names share
+    # a separate copy for each tensor: safetensors refuses memory that two names share
     save_file(
         {name: tensor.detach().cpu().clone().contiguous() for name, tensor in tensors.items()},
         folder / _TENSORS,

@@ -162,7 +162,7 @@ def rows_of(calls: Iterable[Call]) -> tuple[Lineage, ...]:
     The extension property decides: a call goes on with a row where its prompt begins with exactly all ids of
     that row so far and has the same media. The rest of the prompt is then a given segment and the output a
     sampled one. Of several such rows the longest is taken, and of equally long ones the one with the newest
-    call. Every other call starts a row of its own, for which its whole prompt is given. A call without
+    call. Every other call starts its own row, for which its whole prompt is given. A call without
     sampled tokens, or one that was not accepted, gives nothing. Every other sampled token is in exactly one
     sampled segment.
     """

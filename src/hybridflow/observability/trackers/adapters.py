@@ -88,7 +88,7 @@ def _table_of(rows: Sequence[SampleRow]) -> tuple[list[str], list[list[str]]]:
 class WandbTracker(LibraryTracker):
     """Sends scalars and a table of validation samples; a resumed run goes on under the same id.
 
-    Offline, each start has a file of its own, and `wandb sync` joins those of one id. A run that was killed
+    Offline, each start has its own file, and `wandb sync` joins those of one id. A run that was killed
     may have lost the end of its file, so a resumed one begins with the earlier steps.
     """
 
@@ -140,7 +140,7 @@ class TrackioTracker(LibraryTracker):
 class SwanlabTracker(LibraryTracker):
     """Sends scalars, and validation samples as texts; a resumed run goes on under the same id.
 
-    Offline, each start has a folder of its own, and SwanLab writes its file only as the run ends. One that
+    Offline, each start has its own folder, and SwanLab writes its file only as the run ends. One that
     was killed has lost it, so a resumed one begins with the earlier steps.
     """
 
@@ -300,7 +300,7 @@ CLEARML_PATCHED = (
 class ClearmlTracker(LibraryTracker):
     """Sends scalars and a table of validation samples; a resumed run continues its task.
 
-    Offline, also by CLEARML_OFFLINE_MODE=1, each start is a session of its own, a zip file in
+    Offline, also by CLEARML_OFFLINE_MODE=1, each start is a separate session, a zip file in
     `clearml/offline` of the run folder. A resumed one begins with the earlier steps, so that the last session
     has them all. ClearML stores NaN and infinity as 0; such values are left out.
     """

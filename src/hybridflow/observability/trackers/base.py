@@ -1,5 +1,5 @@
 """The interface of a tracker, the set of trackers that a run writes to, and a tracker whose library works
-in a thread of its own, so that it can neither end a run nor slow it down.
+in its own thread, so that it can neither end a run nor slow it down.
 
     log, log_samples, close ──queue──► thread: the library is started, called in order, and closed
 
@@ -78,7 +78,7 @@ class Tracker(ABC):
         """Show validation samples (`prompt`, `response`, `score`, …), where the tracker can."""
 
     def alert(self, advice: Advice, step: int) -> None:  # noqa: B027  optional
-        """Tell somebody of advice on the run, where the tracker can."""
+        """Send advice on the run as an alert, where the tracker can."""
 
     def close(self, outcome: Outcome = "finished") -> None:  # noqa: B027  optional
         """Flush, record how the run ended, and let go."""
@@ -222,7 +222,7 @@ class BackgroundTracker(Tracker):
         tracker: Tracker | None = None
         try:
             tracker = build()
-        except ConfigError as error:  # where nobody waits for it any more, the first call tells it
+        except ConfigError as error:  # after the wait has timed out, the first call raises it
             self._mistake = error
         except (Exception, SystemExit) as error:  # a library's own: the network, a change of its interface
             self._failed(f"{type(error).__name__}: {error}")

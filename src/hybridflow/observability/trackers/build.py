@@ -31,7 +31,7 @@ BY_KEYS: dict[str, Callable[[RunInfo], Tracker]] = {
     "webhook": WebhookTracker,
     "prometheus": PrometheusTracker,
 }
-"""Trackers that keys of their own ask for."""
+"""Trackers that have their own keys."""
 
 IN_PROCESS = ("console", "jsonl")
 """Trackers that the run itself calls; the others have a thread each."""
@@ -93,7 +93,7 @@ def build_trackers(
 
     `resume_step` is the step of the checkpoint that the run goes on from (None: a fresh run). `running` gives
     the seconds of the parts of a step that are open, which are watched for stalls. Libraries work
-    in threads of their own. Of the default list a missing tensorboard is skipped. Raises ConfigError for
+    in their own threads. Of the default list a missing tensorboard is skipped. Raises ConfigError for
     unknown names and missing libraries.
     """
     chosen = _known(names)

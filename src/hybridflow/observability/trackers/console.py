@@ -59,7 +59,7 @@ FIELDS = (
 _LEFT = Field("left", (), duration, 7)
 VALIDATION = re.compile(r"^val[^/]*/")
 _VARIANT = re.compile(r"^(?:(?P<source>.+)/)?(?P<key>[^/]+)/(?P<variant>(?:mean|best|maj|worst|std)@.*)$")
-_QUIET_SECONDS = 2.0  # between two lines where nobody is watching
+_QUIET_SECONDS = 2.0  # between two lines where no terminal is attached
 _SAMPLE_WIDTH = 300  # characters of a prompt or response in the sample table
 
 

@@ -1,7 +1,7 @@
 """Assert statements as test cases: the text of the tests in, a program out.
 
 assert f(2) == 4                    the value of f(2) comes out as data and is compared here
-assert abs(f(2) - 1.41) < 0.01      the tests run in a process of their own (`apart/tests.py`)
+assert abs(f(2) - 1.41) < 0.01      the tests run in a separate process (`apart/tests.py`)
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _WELL_KNOWN = {
 where the tests use no other name of it.
 """
 _SOLUTION = "solution"
-"""The module that tests in a file of their own import the solution's names from."""
+"""The module that tests in a separate file import the solution's names from."""
 _MAINS = ("unittest.main(", "pytest.main(")
 """What runs the tests of a file, at its end."""
 _BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try)

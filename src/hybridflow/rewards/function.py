@@ -36,7 +36,7 @@ from hybridflow.rewards.result import PROMPT
 ROW = (*CALLED_WITH, TOKENS, MESSAGES, PROMPT)
 """What is known of a response; a function gets the last three only where it names them."""
 UNKNOWN: Mapping[str, Any] = MappingProxyType({TOKENS: (), MESSAGES: (), PROMPT: None})
-"""What stands for the rest of a row where a manager of the user's gives no more than `CALLED_WITH`."""
+"""The defaults for the rest of a row where a user's manager gives no more than `CALLED_WITH`."""
 NO_OPTIONS: Mapping[str, Any] = MappingProxyType({})
 
 Row = Mapping[str, Any]

@@ -79,7 +79,7 @@ class RewardManager:
             return session.outcomes()
 
     def judge(self, rows: Sequence[ScoreRequest], outcomes: Sequence[Outcome], seconds: float) -> ScoredBatch:
-        """Apply `reward.on_error` to the outcomes of the rows, which were waited for so many seconds.
+        """Apply `reward.on_error` to the outcomes of the rows, after `seconds` of waiting for them.
 
         Raises RewardError for the first row whose reward failed, if `reward.on_error` is raise.
         """

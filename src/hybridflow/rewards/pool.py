@@ -2,7 +2,7 @@
 
     add(request) ─► a free worker (processes/hosts.py) ─► outcome      past the deadline: killed, counted
 
-An event loop in a thread of its own does this from the pool's start to its end, so that requests may come
+An event loop in its own thread does this from the pool's start to its end, so that requests may come
 while others are being scored. A sync function gets one sample at a time. An async function gets several; when
 such a worker dies or blocks, the samples that it had begun are tried once more one by one, so that the right
 one is blamed.

@@ -41,7 +41,7 @@ class Runner(Protocol):
 class LocalRunner:
     """One sandbox, in which the programs of a response have `budget_s` seconds together.
 
-    Tests that are a process of their own run in a second one, which is started when it is first needed.
+    Tests that are a separate process run in a second one, which is started when it is first needed.
     """
 
     def __init__(self, config: SandboxConfig, budget_s: float) -> None:
@@ -105,7 +105,7 @@ class RemoteRunner:
 
     def run(self, programs: Sequence[Program]) -> list[Verdict]:
         """Run them side by side."""
-        # a thread of its own: the caller may run inside an event loop, where asyncio.run is refused
+        # a separate thread: the caller may run inside an event loop, where asyncio.run is refused
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(asyncio.run, self._run_all(programs)).result()
 

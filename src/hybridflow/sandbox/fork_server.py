@@ -44,7 +44,7 @@ from hybridflow.sandbox.system_calls import (
 )
 
 UIDS = range(64999, 61184, -1)
-"""Where an unused uid is looked for: above those of people and services, below nobody."""
+"""Where an unused uid is looked for: above those of people and services, below the user `nobody`."""
 _SYS_ADMIN = 1 << 21
 _MODULES = (
     "base64 bisect collections copy dataclasses datetime decimal fractions functools heapq io itertools"
@@ -137,7 +137,7 @@ def _map(uid: int, gid: int) -> None:
 def _become(uid: int, *, private: bool) -> str:
     """Change from root to an unused uid, for good, and return why not otherwise.
 
-    With `private`, in a user namespace of its own: there the process may still mount, and its children are
+    With `private`, in its own user namespace: there the process may still mount, and its children are
     counted apart from what else has the uid.
     """
     if not uid:
@@ -156,7 +156,7 @@ def _become(uid: int, *, private: bool) -> str:
 
 
 def _probe(room: Room) -> dict[str, str]:
-    """Try in a process of its own which of the layers that a program gets at its start are there."""
+    """Probe in a separate process which of the layers that a program gets at its start are available."""
     found = {}
     steps: dict[str, Callable[[], None]] = {
         "landlock": lambda: landlock.restrict(room.readable, room.writable),

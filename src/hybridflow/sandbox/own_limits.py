@@ -87,7 +87,7 @@ class OwnLimits:
             try:
                 while allowed:
                     allowed = allowed[os.write(passed_on, allowed) :]
-            except OSError:  # whoever read it is gone
+            except OSError:  # its reader is gone
                 self._left = 0
 
 

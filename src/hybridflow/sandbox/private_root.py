@@ -66,7 +66,7 @@ def _show(path: str, place: str) -> None:
 
 
 def mount_scratch(megabytes: int) -> None:
-    """Give this process an empty scratch folder, and take /proc away; in a mount namespace of its own."""
+    """Give this process an empty scratch folder, and hide /proc; in its own mount namespace."""
     options = f"size={megabytes}m,nr_inodes=16k,mode=700"
     mount("tmpfs", SCRATCH, "tmpfs", MS_NOSUID | MS_NODEV, options)
     mount("tmpfs", "/proc", "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, "size=4k,nr_inodes=1,mode=500")

@@ -260,7 +260,7 @@ class _Worker:
             self.socket.settimeout(request["limits"]["wall_s"] + GRACE_SECONDS)
             messages.send(self.socket, {**request, "channel": channel is not None})
             if channel:
-                # nobody else holds this end, so that the other one is told when the program has ended
+                # no other process holds this end, so that the other one closes when the program has ended
                 socket.send_fds(self.socket, [b"1"], [channel.fileno()])
                 channel.close()
             answer = messages.receive(self.socket)
@@ -291,7 +291,7 @@ class _Worker:
 def _end(
     process: subprocess.Popen[bytes], channel: socket.socket, folder: str, cgroup: Cgroup | None
 ) -> None:
-    # the worker ends by itself, with all that is below it, when nobody holds the other end
+    # the worker ends by itself, with all that is below it, when the other end is closed
     channel.close()
     try:
         process.wait(END_SECONDS)

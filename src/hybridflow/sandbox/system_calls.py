@@ -57,7 +57,7 @@ def system_call(what: str, number: int, *arguments: object) -> int:
 
 
 def unshare(flags: int) -> None:
-    """Give this process, or for CLONE_NEWPID its next child, namespaces of its own."""
+    """Give this process, or for CLONE_NEWPID its next child, its own namespaces."""
     _checked(_libc.unshare(ctypes.c_int(flags)), "unshare")
 
 

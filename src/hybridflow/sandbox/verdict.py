@@ -45,7 +45,7 @@ class Verdict:
 
     `status` is one of
 
-    - `ok`: exit code 0; `raised`: another exit code, an exception that nobody caught among them;
+    - `ok`: exit code 0; `raised`: another exit code, an uncaught exception among them;
     - `timed_out`, `cpu_exceeded`, `memory_exceeded`, `output_exceeded`, `process_exceeded`: it was stopped at
       a limit, or ended because of it;
     - `killed`: a signal ended it, such as a segmentation fault;

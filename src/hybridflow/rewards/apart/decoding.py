@@ -1,6 +1,6 @@
 """Data of a solution as values: plain ones, whose operators are those of Python, or an error.
 
-Whoever wrote the data may want to hold up who reads it. The time is linear in the length of the text: depth
+The data may have been written to hold up its reader. The time is linear in the length of the text: depth
 is bounded, integers are hexadecimal, and sets in which many items share a hash are refused.
 """
 

@@ -1,9 +1,9 @@
 """The process of the tests: statements and asserts in their order, with the interpreter's own built-ins.
 
-Nothing of the solution runs here. A name that the tests do not define stands for the solution's: what is
-called, or asked for otherwise, goes over file descriptor 3 to the process of the solution (`solution.py`),
-and a value comes back as data. What is no data is a `Handle` here. It tells what it is asked for, but cannot
-stand for a plain value: a comparison with one is made here, and is false.
+Nothing of the solution runs here. A name that the tests do not define is the solution's: a call of it,
+or any other access, goes over file descriptor 3 to the process of the solution (`solution.py`),
+and a value comes back as data. What is no data is a `Handle` here. It forwards accesses, but never equals
+a plain value: a comparison with one is made here, and is false.
 
 The request on standard input is {solution, imports, modules, steps, names, of_solution, classes, mark}; each
 step is {code, case, asserts}. A line for each case, the mark and 1 or 0, says whether it has passed; one with

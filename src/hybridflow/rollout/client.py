@@ -1,5 +1,5 @@
 """Asynchronous client of one or many replicas, for what runs in an event loop: agents, groups, the server.
-A caller that blocks has an event loop in a thread of its own beside it (`in_own_loop`).
+A caller that blocks has an event loop in a separate thread beside it (`in_own_loop`).
 
 request ──choose (sticky key, else least loaded)──► replica.submit ──► output, perhaps after growing ones
     └── caller gives up, or the deadline passes ──► replica.abort
@@ -107,7 +107,7 @@ class LLMClient:
         """Return the whole output. Requests of one `sticky` key share the prefixes of one replica.
 
         ReplicaLost names the engine that died under the request, DeadlinePassed the one that had no answer in
-        time by the replica's clock. Whoever stops waiting (cancellation) aborts the request.
+        time by the replica's clock. Cancelling the wait aborts the request.
         """
         replica = self._choose(sticky)
         answer = asyncio.wrap_future(self._submit(replica, request, None))
@@ -165,7 +165,7 @@ class LLMClient:
         )
         try:
             results = await asyncio.shield(pausing)
-        except asyncio.CancelledError:  # nobody would resume what comes to stand now
+        except asyncio.CancelledError:  # nothing else would resume what is paused now
             await pausing
             self.resume()
             raise
@@ -222,7 +222,7 @@ class LLMClient:
         del self._where[request.request_id]
         if answer.done():
             if not answer.cancelled():
-                answer.exception()  # read, so that nobody is told of an error without a reader
+                answer.exception()  # read, so that asyncio logs no unretrieved error
         else:
             answer.add_done_callback(lambda late: late.cancelled() or late.exception())
             replica.abort([request.request_id])
@@ -239,7 +239,7 @@ class _LoopTap:
 
     def put(self, partial: PartialOutput) -> None:
         self.wants = False
-        with suppress(RuntimeError):  # the loop is closed: nobody reads any longer
+        with suppress(RuntimeError):  # the loop is closed: there is no reader any longer
             self._loop.call_soon_threadsafe(self._arrive, partial)
 
     def _arrive(self, partial: PartialOutput) -> None:
@@ -279,7 +279,7 @@ def in_own_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> Iterator[concurre
         started.set_result((asyncio.get_running_loop(), task))
         try:
             found = await work()
-        except BaseException as error:  # whoever asks for the result is told
+        except BaseException as error:  # raised to the caller that asks for the result
             result.set_exception(error)
         else:
             result.set_result(found)

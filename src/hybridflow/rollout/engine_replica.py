@@ -5,7 +5,7 @@
     pause ──► the thread ends ── resume ──► another goes on, with what was begun
 
 The ranks of a replica each have such a loop. All take the same steps: the first one has the requests, and
-tells the others before each step what has come.
+broadcasts new ones to the others before each step.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ STEPS_PER_TALK = 16
 CHANGE_SECONDS = 600.0
 """Longest wait of a later rank for a change of the weights that the first rank has been told of."""
 SPAN_SECONDS = 5.0
-"""Longest span of a profile that stands for steps of the engine: a step of training may begin within one."""
+"""Longest span of a profile that covers steps of the engine: a step of training may begin within one."""
 IDLE_SECONDS = 10.0
 """Longest time between two talks of the ranks: the collective of a rank that waits has a limit."""
 
@@ -144,7 +144,7 @@ class EngineReplica:
 
     With `paused` it begins at the first `resume`, else at once. `ranks` step together: all of them are
     resumed, paused and changed, and the first one has the requests. `device` is made the current one of the
-    thread. `use` is told whether there is something to do.
+    thread. `use` is called with whether there is work.
 
     An error of the engine ends the replica: requests that finished before keep their outputs, the others get
     ReplicaLost, and so do all that are submitted later. `ended` is called with that error and the number of
@@ -389,7 +389,7 @@ class EngineReplica:
                     until = time.monotonic() + SPAN_SECONDS
                     while goes_on and time.monotonic() < until:
                         goes_on = self._round()
-        except BaseException as error:  # whatever ends this thread, nobody may wait for it any longer
+        except BaseException as error:  # whatever ends this thread, all waits for it have to end
             self._die(error)
         self._ending = True
         while True:

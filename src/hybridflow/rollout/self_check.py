@@ -165,7 +165,7 @@ def _requests(policy: PolicyModel, longest: int, temperature: float) -> list[Gen
 
 
 def _with_picture(vision: Vision, ids: tuple[int, ...], room: int) -> Prompt:
-    """Return the prompt of these tokens behind a picture, where both fit into so many tokens."""
+    """Return the prompt of these tokens behind a picture, where both fit into `room` tokens."""
     medium = vision.sample()
     if medium.length + 1 > room:
         return Prompt(ids)

@@ -95,7 +95,7 @@ class Batch(LogitsProcessor):
 
 
 class Ended(StoppingCriteria):
-    """Tells `generate` which rows of a batch have finished."""
+    """Reports to `generate` which rows of a batch have finished."""
 
     def __init__(self, batch: Batch) -> None:
         self.batch = batch

@@ -176,7 +176,7 @@ class NativeEngine(SessionEngine):
         """Free the KV cache and, at every level, weights that have a source. RolloutError while in use.
 
         The memory of blocks may come back at its addresses when all of it is taken at once. Graphs are kept
-        for that, with the little memory that they have of their own, unless the weights go too.
+        for that, with the little memory that they own, unless the weights go too.
         """
         self._check_free("sleep()")
         self._asleep = True

@@ -291,7 +291,7 @@ class GraphSampler:
         self._buffers["logits"][:count].copy_(logits)
 
     def _fits(self, rows: int, width: int) -> bool:
-        """Return whether the buffers have place for so many rows, and stops."""
+        """Return whether the buffers have place for that many rows and stops."""
         if not self._buffers:
             return False
         most_rows, most_stops = self._buffers["stops"].shape

@@ -82,7 +82,7 @@ class PrefixCache:
         if prefix in self._copies:
             del self._copies[prefix]
             self.num_tokens -= len(prefix.units)
-            prefix.copy = None  # its memory is free, whoever knows the prefix
+            prefix.copy = None  # its memory is free, even if the prefix is still referenced
 
     def find(self, prompt: Units) -> tuple[Prefix | None, int]:
         """Return the prefix that shares most with the prompt, its last token aside, and how many units.

@@ -43,8 +43,8 @@ MAX_REMEMBERED = 1024
 COLUMNS = ("tokens", "log_probs", "versions")
 COUNTS = ("prompt", "sampled", "known", "limit")
 SELDOM = 32
-"""A row that falls short more often than once in so many of the tokens that it may have, and eight times, has
-its whole vocabulary sorted from then on.
+"""A row that falls short more often than once in this many of the tokens that it may have, and eight times,
+has its whole vocabulary sorted from then on.
 """
 
 
@@ -238,7 +238,7 @@ class Responses:
             ended[place] |= row.ended_by is not None
 
     def output(self, row: Row, reason: FinishReason | None) -> GenerationOutput:
-        """Return the output of a row; `reason` is why it ended, left out: its last token tells."""
+        """Return the output of a row; `reason` is why it ended, left out: its last token shows it."""
         request_id = row.request.request_id
         length = int(self.known[row.slot])
         by_stop = row.stopped or row.ended_by is not None

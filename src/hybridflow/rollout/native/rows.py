@@ -226,7 +226,7 @@ class RowTable:
         return int((self.responses.prompt[slots] + self.responses.sampled[slots]).max(initial=1)) - 1
 
     def outputs(self, rows: Sequence[int], reason: FinishReason | None = None) -> list[GenerationOutput]:
-        """Return the outputs of rows; `reason` is why they ended, left out: their last token tells."""
+        """Return the outputs of rows; `reason` is why they ended, left out: their last token shows it."""
         return [self.responses.output(self.rows[row], reason) for row in rows]
 
     def _fill_edits(self, rows: slice) -> None:

@@ -33,9 +33,9 @@ BLOCK = 64
 MOST_BIAS = 1e9
 """Largest logit bias: the logits stay finite with it at every temperature that is allowed."""
 LEADERS = 64
-"""Top-k and top-p look at so many of the most probable tokens before they sort a large vocabulary."""
+"""Top-k and top-p look at this many of the most probable tokens before they sort a large vocabulary."""
 MANY_LEADERS = 1024
-"""So many where nobody waits to learn whether they suffice: a row for which they do not loses two steps."""
+"""The same where the host does not wait for the result: a row for which they are too few loses two steps."""
 
 # what a row may ask for
 DRAWN, GREEDY, TEMPERATURE, MIN_P, LEADING, LOGIT_BIAS, REPETITION, MIN_TOKENS, STOP_TEXTS, TOP_LOG_PROBS = (
@@ -370,7 +370,7 @@ def _floor_ahead(
 def _floor_among(
     size: int, weights: Tensor, top_k: Tensor, top_p: Tensor, total: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The floor as the `size` largest of each row tell it, and for which rows they do not suffice: [n] each.
+    """The floor by the `size` largest of each row, and for which rows they do not suffice: [n] each.
 
     Of the k largest, the fewest that reach top_p of what these k hold; a weight equal to the smallest stays
     too, so that the order of equal ones does not matter. A row falls short that neither has its k among them
@@ -392,7 +392,7 @@ def _floor_among(
 def largest(weights: Tensor, count: int) -> Tensor:
     """The `count` largest of each row of weights [n, V], the largest first: [n, count]."""
     vocabulary = weights.shape[-1]
-    if count * BLOCK < vocabulary:  # they are all in the blocks that have the largest of their own
+    if count * BLOCK < vocabulary:  # they are all in the blocks with the largest block maxima
         whole = vocabulary // BLOCK * BLOCK
         blocks = weights[:, :whole].unflatten(-1, (-1, BLOCK))
         best = blocks.amax(-1).topk(count, sorted=False).indices

@@ -118,7 +118,7 @@ class Session:
         self._open = True
         self._broken = False
         self._live: set[int] = set()
-        self._tokens = 0  # stands for all tokens that were returned
+        self._tokens = 0  # a hash of all tokens that were returned
         self._choices: deque[Choice] = deque()  # that the host has not seen
         self._finished: list[GenerationOutput] = []  # that no caller has got
         self._partial: Admission | None = None  # the newest chunk of the last row, in chunked prefill

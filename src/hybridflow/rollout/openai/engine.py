@@ -328,7 +328,7 @@ class Calls(Generic[T]):
         future.add_done_callback(lambda ended: self._done.put((name, ended)))
 
     def wait(self) -> list[T]:
-        """Wait a little for jobs to end, and return the results that are there; raises what a job raised."""
+        """Wait a little for jobs to end, and return the finished results; raises what a job raised."""
         try:
             found = [self._done.get(timeout=POLL_S)]
         except queue.Empty:  # the caller may have something to add or to cancel

@@ -1,4 +1,4 @@
-"""An engine with weights of its own as a `RolloutEngine`, and its sessions: the same requests and outputs
+"""An engine that holds its own weights as a `RolloutEngine`, and its sessions: the same requests and outputs
 as the native engine.
 
 requests ──check──► errors (that request only)
@@ -81,7 +81,7 @@ class PushedEngine(SessionEngine):
         return bool(self._sleeping)
 
     def set_version(self, version: int) -> None:
-        """Raise RolloutError: only `update_weights` brings a version to an engine with weights of its own."""
+        """Raise RolloutError: only `update_weights` brings a version to an engine that holds its weights."""
         raise RolloutError(
             f"{self.runner.name} has weights of its own: update_weights brings a version, set_version cannot"
         )

@@ -188,7 +188,7 @@ class Served(ABC):
                 self._pieces.put((job, piece))
         except ServerGone as error:
             self._pieces.put((job, error))
-        except Exception as error:  # an answer that nobody foresaw must not leave the caller waiting
+        except Exception as error:  # an unforeseen answer must not leave the caller waiting
             self._pieces.put((job, Piece.failed(job.request_id, f"{type(error).__name__}: {error}")))
 
     def _is_wanted(self, job: _Job) -> bool:

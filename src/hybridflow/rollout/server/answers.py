@@ -45,14 +45,14 @@ class Answer(ABC):
 
     @abstractmethod
     def events(self, piece: Piece) -> Iterator[dict[str, Any]]:
-        """Yield the events of a stream that tell a piece; none where it has nothing that was asked for."""
+        """Yield the stream events of a piece; none where it has nothing that was asked for."""
 
     def last_events(self) -> Iterator[dict[str, Any]]:
         """Yield the events that end a stream in which nothing failed."""
         yield from ()
 
     def failure(self, error: ApiError) -> dict[str, Any]:
-        """Return the event that tells of an error after the stream has begun."""
+        """Return the event that reports an error after the stream has begun."""
         return error.body
 
 
@@ -139,7 +139,7 @@ class ChoicesAnswer(Answer):
 
     @abstractmethod
     def content(self, piece: Piece, *, streams: bool, is_first: bool) -> dict[str, Any]:
-        """Return the fields of a choice that tell a whole response, or the next (the first) part of one."""
+        """Return the fields of a choice for a whole response, or for the next (the first) part of one."""
 
     @abstractmethod
     def log_probs(self, piece: Piece) -> dict[str, Any]:

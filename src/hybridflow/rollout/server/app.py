@@ -43,7 +43,7 @@ OTHER_TYPES = ("string_type", "list_type")
 GONE = 499
 """Status in the metrics of an answer whose client has gone away."""
 OPEN_PATHS = ("/health",)
-"""Paths that need no token: they only tell supervisors that the server lives."""
+"""Paths that need no token: they only show supervisors that the server is alive."""
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 413: {"Connection": "close"}}
 """Headers of what the gate refuses, by status."""
 
@@ -254,7 +254,7 @@ class EventStream(Response):
                 await slow_send(message)
 
         async with aclosing(self._events()) as events:
-            first = await anext(events)  # a request that fails at once has a status of its own
+            first = await anext(events)  # a request that fails at once has its own status
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": first, "more_body": True})
             try:
@@ -333,7 +333,7 @@ class Gate:
             nonlocal read
             message = await receive()
             read += len(message.get("body", b""))
-            # the one kind of error that whoever reads the body passes on as it is
+            # the one kind of error that a reader of the body passes on unchanged
             if read > self.max_body_bytes:
                 raise HTTPException(413, self._too_large().message)
             return message
@@ -345,7 +345,7 @@ class Gate:
             if begun:
                 raise
             await ErrorResponse(error, scope["path"], HEADERS.get(error.status))(scope, receive, counted)
-        except asyncio.CancelledError:  # the grace of running requests is over: nobody else cancels them
+        except asyncio.CancelledError:  # the grace of running requests is over: nothing else cancels them
             if not begun:
                 ended = ApiError(503, "the server has ended before the answer was whole")
                 await ErrorResponse(ended, scope["path"])(scope, receive, counted)

@@ -37,7 +37,7 @@ class ServeSettings:
     name: str
     """Name of the model in requests."""
     devices: tuple[str, ...] = ("cpu",)
-    """Devices; each has an engine with weights of its own."""
+    """Devices; each has an engine with its own weights."""
     dtype: str = "auto"
     max_num_seqs: int = 256
     """Most rows that an engine decodes together."""

@@ -15,7 +15,7 @@ KINDS = {
     429: "rate_limit_error",
 }
 MESSAGES_PATH = "/v1/messages"
-"""Path of Anthropic's interface, whose errors have a shape of their own."""
+"""Path of Anthropic's interface, whose errors have their own shape."""
 ANTHROPIC_KINDS = {**KINDS, 413: "request_too_large", 503: "overloaded_error", 504: "timeout_error"}
 
 

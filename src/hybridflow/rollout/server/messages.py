@@ -109,7 +109,7 @@ def _named(name: str | None, **more: Any) -> dict[str, Any]:
 
 
 def _chat_messages(turn: Turn, param: str) -> list[dict[str, Any]]:
-    """Return a turn as messages of a chat: each result of a tool is one of its own."""
+    """Return a turn as messages of a chat: each result of a tool is a separate one."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
     texts = []

@@ -2,12 +2,12 @@
 
 text ──check that it is Unicode and may fit──► a long one in slices, until they are too many tokens ──► ids
 
-Threads of their own turn requests into jobs: chat templates and tokenisation, away from the event loop.
+Separate threads turn requests into jobs: chat templates and tokenisation, away from the event loop.
 
     request ──run──► queue of short or of long requests ──thread of that queue──► job
         └── its client goes away ──► dropped from the queue, or stopped at its next `check`
 
-The two queues keep one long text from holding up short ones. The threads are daemons of their own and not
+The two queues keep one long text from holding up short ones. The threads are daemons and not
 those of asyncio, which a process waits for when it ends: a tokenizer that is at work ends with the process.
 """
 
@@ -39,10 +39,10 @@ CUT_TOKENS = 64
 """
 T = TypeVar("T")
 Check = Callable[[], None]
-"""Raises `Abandoned` where nobody waits for the job any longer; called between parts of the work."""
+"""Raises `Abandoned` where the job is not awaited any longer; called between parts of the work."""
 
 LONG_BODY = 64 * 2**10
-"""Bytes of a request from which on it counts as long."""
+"""Bytes at which a request counts as long."""
 
 
 def check_count(num_prompts: int, n: int) -> None:
@@ -234,7 +234,7 @@ class JobReaders:
             self.num_open -= 1
 
     def _queue(self, name: str) -> queue.SimpleQueue[_Task[Any]]:
-        """Return a queue of requests, with a thread of its own that reads one after the other."""
+        """Return a queue of requests, with a thread that reads one after the other."""
         tasks: queue.SimpleQueue[_Task[Any]] = queue.SimpleQueue()
 
         def work() -> None:

@@ -132,8 +132,8 @@ class DrainingServer(uvicorn.Server):
 
 
 class LoopServer(uvicorn.Server):
-    """Server in an event loop that others use too, until that ends; signals stay with whoever handles them
-    now.
+    """Server in an event loop that others use too, until that ends; signals stay with their present
+    handlers.
     """
 
     def __init__(self, app: ASGIApp, host: str, port: int) -> None:

@@ -179,7 +179,7 @@ class Service:
                         arrived.put_nowait(piece)
                         if piece.finish_reason is not None:
                             return
-        except Exception as error:  # whoever reads the pieces raises it
+        except Exception as error:  # the reader of the pieces raises it
             arrived.put_nowait(error)
 
 

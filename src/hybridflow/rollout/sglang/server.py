@@ -25,7 +25,7 @@ from hybridflow.weight_sync.wire.channel import Listener
 from hybridflow.weight_sync.wire.receiver import NOTHING, Weights
 
 _LABEL = "hybridflow:"
-"""How the names of our versions begin; SGLang calls weights that nobody pushed "default"."""
+"""How the names of our versions begin; SGLang calls weights that were not pushed "default"."""
 _REPORT_S = 5.0
 
 
@@ -130,7 +130,7 @@ class Server(Served):
         return Piece(number, ids, log_probs, top, "error", error=told)
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """Close the connections of these requests and tell SGLang, which would notice only seconds later."""
+        """Close the connections of these requests and abort them: SGLang would notice seconds later."""
         ended = list(request_ids)
         super().abort(ended)
         for request_id in ended:
@@ -147,7 +147,7 @@ class Server(Served):
             self._post("/begin_weight_update", {"selector": "target"})
         try:
             self._push(self._call, weights, version)
-        except BaseException:  # what is told is why, and not that it cannot be ended either
+        except BaseException:  # the reason is raised, and not that it cannot be ended either
             with contextlib.suppress(RolloutError):
                 self._post("/end_weight_update", {})
             raise

@@ -117,7 +117,7 @@ class InProcess(AdapterRunner):
             self._call("hybridflow_take", checked(weights), version, part, adapter)
         except RolloutError:
             raise
-        except Exception as error:  # in vLLM's own loading: what its layers are now, nobody knows
+        except Exception as error:  # in vLLM's own loading: the state of its layers is unknown now
             raise self._died(error) from error
         if not self._engine.reset_prefix_cache():
             raise RolloutError(

@@ -17,8 +17,8 @@ from hybridflow.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 class BaseTool:
     """Base class of the tools in `tool_config_path`.
 
-    A tool runs in a worker process that is killed at the deadline of a call, so each trajectory has an object
-    of its own, which travels by pickle. Where `in_process` is true, one object serves all trajectories in the
+    A tool runs in a worker process that is killed at the deadline of a call, so each trajectory has its
+    own object, which travels by pickle. Where `in_process` is true, one object serves all trajectories in the
     driver, and keeps what belongs to one of them under its `instance_id`; that is for tools which only await
     the network. `config: {in_process: true}` in the file says the same of a single tool.
     """
@@ -46,7 +46,7 @@ class BaseTool:
         )
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """Return what the model is told of the tool."""
+        """Return the schema that the model is given."""
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **kwargs: Any) -> tuple[str, ToolResponse]:

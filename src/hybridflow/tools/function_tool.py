@@ -77,7 +77,7 @@ def tool(
     `ToolAnswer`, or a tuple (answer, reward) or (answer, reward, metrics). `schema` replaces the one that is
     made of the signature, for a function whose arguments have no JSON types. A function runs in a worker
     process, which is killed at the deadline of a call; with `in_process` in the driver, in a thread that
-    nobody can kill, or on the event loop if it is `async`.
+    cannot be killed, or on the event loop if it is `async`.
     """
     if isinstance(function, str):
         name = function

@@ -1,4 +1,4 @@
-"""verl's tool that tells a model whether its answer to a question of GSM8K is right."""
+"""verl's tool that checks a model's answer to a question of GSM8K."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Connections to MCP servers, which stay open for a run.
 
-An event loop in a thread of its own has them, because a connection belongs to one loop, and a run has a loop
+An event loop in a separate thread holds them, because a connection belongs to one loop, and a run has a loop
 for each step. A server that goes away is connected again for the next call.
 """
 

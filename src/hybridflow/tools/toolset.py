@@ -104,7 +104,7 @@ class MethodTool:
         """Do nothing: the environment is open."""
 
     async def call(self, arguments: dict[str, Any], deadline_s: float) -> ToolAnswer:
-        """Call the method; what it raises is told to the model. Raises ToolFailed for a lost process."""
+        """Call the method; what it raises is reported to the model. Raises ToolFailed for a lost process."""
         try:
             return answer_of(await self._target.call(self._method, deadline_s=deadline_s, **arguments))
         except CallFailed as error:

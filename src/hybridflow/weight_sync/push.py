@@ -1,5 +1,5 @@
 """Weights pushed to engines that keep their own copy, as whole tensors: from the ranks that train into the
-module of a replica in a process of its own (`RemotePush`), and under the names of the model's files into vLLM
+module of a replica in a separate process (`RemotePush`), and under the names of the model's files into vLLM
 and SGLang (`LocalPush`).
 
     ranks that train ──WeightExport──► a WeightShare from each: its part of the tensors, and all checksums

@@ -31,7 +31,7 @@ from hybridflow.workers.actor import POLICY_COLUMNS
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
 Measures = dict[str, Tensor]
-"""Numbers by name, each [K] with a K of its own; `loss` is among them."""
+"""Numbers by name, each [K] with its own K; `loss` is among them."""
 
 Measure = Callable[[Outputs, DataProto], Measures]
 """(answers of the model, rows) -> numbers of each item; `loss` alone has a gradient that is used."""

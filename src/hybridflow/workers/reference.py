@@ -2,7 +2,7 @@
 on-policy distillation.
 
 The reference's weights change only when the actor is copied to it (`algorithm.ref_update_freq`). The teacher
-has the actor's vocabulary and weights of its own, which never change.
+has the actor's vocabulary and its own weights, which never change.
 """
 
 from __future__ import annotations

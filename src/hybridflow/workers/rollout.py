@@ -47,7 +47,7 @@ are generated without an end), for which the main ones are set aside.
 COLLECTOR_NUMBERS = 1 << 48
 """Requests of collector k have the numbers from (k + 1) times this on, those of the driver smaller ones."""
 Outbox: TypeAlias = "queue.SimpleQueue[GenerationOutput | BaseException | None]"
-"""Outputs that nobody has collected, and what the engine has died of; None ends a wait for them."""
+"""Outputs not yet collected, and the error that the engine has died of; None ends a wait for them."""
 Deliver = Callable[[int, GenerationOutput], None]
 """Sends an output to the process that has asked for it; the first argument is the rank that has it."""
 
@@ -102,7 +102,7 @@ class RolloutWorker(Worker):
         self._replicas: dict[Kind, EngineReplica] = {}
         self._openings: dict[Kind, int] = {}  # the newest one that was resumed
         self._outboxes: dict[tuple[Kind, int], Outbox] = {}
-        self._errors: dict[Kind, BaseException] = {}  # of which engines have died, until somebody is told
+        self._errors: dict[Kind, BaseException] = {}  # of which engines have died, until they are raised
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
     def submit(self, requests: Sequence[GenerationRequest], kind: Kind = "main", opening: int = 0) -> None:
@@ -126,7 +126,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
     def forget(self, kind: Kind = "main") -> None:
-        """Have all requests end; nobody gets their outputs."""
+        """End all requests and discard their outputs."""
         self._replica(kind).forget("nobody awaits it any longer")
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
@@ -258,7 +258,7 @@ class RolloutWorker(Worker):
 
     def _replica(self, kind: Kind) -> EngineReplica:
         """Return the replica for requests of a kind; another one after the engine has failed."""
-        with self._lock:  # requests, polls and ordered calls each come in a thread of their own
+        with self._lock:  # requests, polls and ordered calls each come in their own thread
             replica = self._replicas.get(kind)
             if replica is None or replica.failure is not None:
                 replica = EngineReplica(
@@ -278,7 +278,7 @@ class RolloutWorker(Worker):
             return self._outboxes.setdefault((kind, opening), queue.SimpleQueue())
 
     def _answered(self, kind: Kind, opening: int, answer: Future[GenerationOutput]) -> None:
-        if answer.exception() is not None:  # `_failed` has told it, or nobody wants to know
+        if answer.exception() is not None:  # `_failed` has reported it, or it is not awaited
             return
         output = answer.result()
         if self._deliver is None or output.request_id < COLLECTOR_NUMBERS:
@@ -286,7 +286,7 @@ class RolloutWorker(Worker):
             return
         try:
             self._deliver(self.rank, output)
-        except Exception as error:  # the driver is told, since nobody else would notice
+        except Exception as error:  # the driver gets it, since nothing else would notice
             self._outbox(kind, self._openings.get(kind, 0)).put(error)
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)

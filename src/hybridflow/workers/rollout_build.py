@@ -130,7 +130,7 @@ def _with_own_weights(
     lora: LoraSettings | None,
     tokenizer: str | None,
 ) -> RolloutWorker:
-    """Return the worker of an engine that has weights of its own, which are pushed to it.
+    """Return the worker of an engine that holds its own weights, which are pushed to it.
 
     They come from the actor's module, or from a copy of it on the CPU that the actor's ranks keep up to date.
     """

@@ -96,7 +96,7 @@ class ReplicaSet:
         self._holds = 0  # contexts in which the requests are set aside
         self._stats: list[RolloutStats] = []
         self._polls: dict[int, Future[FinishedOutputs]] = {}
-        self._leaving: Future[list[Paused]] | None = None  # a pause that nobody has awaited
+        self._leaving: Future[list[Paused]] | None = None  # a pause that is not awaited yet
 
     @property
     def patience(self) -> float:
@@ -183,7 +183,7 @@ class ReplicaSet:
 
     def wake(self) -> None:
         """Have `serve` look at once whether it is over."""
-        with suppress(WorkerError):  # it is lost, which whoever serves is told
+        with suppress(WorkerError):  # it is lost, which `serve` raises
             self._group.call_one(0, RolloutWorker.end_poll, self._kind, self._opening)
 
     @contextmanager
@@ -354,7 +354,7 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
     ) -> Generated:
         """Answer all requests; those of one prompt go to one replica.
 
-        `finished` hears of each output once, as soon as it is there, in the caller's thread.
+        `finished` is called once with each output, as soon as it is there, in the caller's thread.
         """
         check_ids(requests)
         parts = [list(requests)]
@@ -376,7 +376,7 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         return Generated([answers[request.request_id].result(0) for request in requests], stats)
 
     def run(self, work: Callable[[LLMClient], Coroutine[Any, Any, T]]) -> tuple[T, RolloutStats]:
-        """Serve `work`, which runs in an event loop of its own thread, until it has ended.
+        """Serve `work`, which runs in an event loop in another thread, until it has ended.
 
         Returns its result, and counts of all replicas together; raises what it raises. Where an engine
         fails, `work` gets ReplicaLost, and the engine's error is raised here.

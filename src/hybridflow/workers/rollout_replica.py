@@ -60,7 +60,7 @@ class WorkerReplica:
     @property
     def waiting(self) -> int:
         """Requests that had no room in the engine when it was last looked at; each time it is asked anew."""
-        with suppress(WorkerError):  # it is lost, which whoever awaits its answers is told
+        with suppress(WorkerError):  # it is lost, which waits for its answers raise
             if self._looked is not None and self._looked.done():
                 looked = self._looked
                 self._looked = None
@@ -114,7 +114,7 @@ class WorkerReplica:
         return futures
 
     def _send_later(self) -> None:
-        with suppress(Exception):  # whoever awaits the answers is told
+        with suppress(Exception):  # waits for the answers raise it
             self._send()
 
     def _send(self) -> None:
@@ -153,7 +153,7 @@ class WorkerReplica:
         self.failure = None
 
     def answer(self, output: GenerationOutput) -> None:
-        """Give an output to whoever awaits it, if anybody does."""
+        """Give an output to its caller, if one waits for it."""
         with self._lock:
             future = self._answers.pop(output.request_id, None)
         if future is not None:

@@ -44,7 +44,7 @@ SIGNS = (
     ("<|tool_calls_section_begin|>", "kimi"),
     ("[TOOL_CALLS]", "mistral"),
 )
-"""Texts in chat templates, and the formats that they tell; the first that is found counts."""
+"""Texts in chat templates, and the formats that they identify; the first that is found counts."""
 
 
 def parser_of_template(template: str) -> str | None:

@@ -21,7 +21,7 @@ THINKING = {
 }
 """Texts with which models begin to think, and those with which they end it."""
 MORE_JSON = ",:}]\"'"
-"""Characters that, behind a whole object, tell that it was closed too early."""
+"""Characters that, behind a whole object, show that it was closed too early."""
 JSON_BEGINS = Tags("{", "[", '"')
 LONGEST_HEAD = 256
 """Characters from the beginning of a call to its arguments; more of them are no name."""
@@ -42,7 +42,7 @@ class CallParser(ABC):
     stops: ClassVar[tuple[str, ...]] = ()
     """Tags that end a call, or a section."""
     example: ClassVar[str]
-    """A call, as a model is told to write it."""
+    """A call, as a model is asked to write it."""
     thinking: ClassVar[Mapping[str, str]] = {"<think>": "</think>"}
     """Those of `THINKING` that the format has."""
 
@@ -116,7 +116,7 @@ class CallParser(ABC):
 
         It ends with the closing tag that was read, or where it could not be read any further. No call that
         stands in a value is made because the rest is wrong: closing tags in values that are certain do not
-        count, and those behind an opening tag of their own do not where there is another.
+        count, and those behind their own opening tag do not where there is another.
         """
         text = self._source.noted()
         end = self._end_in(text, max(len(tag), self._source.num_certain))

@@ -73,7 +73,7 @@ def _finite(text: str) -> float:
 
 
 def call_of(value: Any) -> ToolCall:
-    """Return the call that a JSON value stands for.
+    """Return the call that a JSON value encodes.
 
     It is an object with a `name` and, under `arguments` or `parameters`, an object or the JSON text of one;
     `id` and `type` may stand beside them, and all of it in OpenAI's {"type": "function", "function": {…}}.
@@ -99,7 +99,7 @@ def call_of(value: Any) -> ToolCall:
 
 
 def calls_of(value: Any) -> list[ToolCall]:
-    """Return the calls that a JSON value stands for: that of an object, or those of a list of objects.
+    """Return the calls that a JSON value encodes: that of an object, or those of a list of objects.
 
     Raises Unreadable as `call_of` does, and for an empty list.
     """

@@ -3,7 +3,7 @@
 
 The recipient stands in the head of a message, before or behind its channel; a message to a function is a call
 on any channel. What stands in the message itself is no recipient. All other messages are plain text, marks
-included; what the model thinks is a message on the channel `analysis`, to nobody.
+included; what the model thinks is a message on the channel `analysis`, without a recipient.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ FUNCTIONS = "functions."
 
 
 class GptOssParser(CallParser):
-    """Parser of messages, whose heads tell to whom they go."""
+    """Parser of messages, whose heads name their recipients."""
 
     starts = (f"to={FUNCTIONS}",)
     inner = (START, CHANNEL, "<|constrain|>", MESSAGE, *ENDS)

@@ -43,7 +43,7 @@ class HermesParser(TaggedParser):
         source = self._source
         try:
             text = yield from self._bare_object()
-        except Unreadable:  # an answer in JSON, or a call of which the closing tag will tell
+        except Unreadable:  # an answer in JSON, or a call that the closing tag will reveal
             self._say(source.noted())
             return
         if not text:

@@ -16,7 +16,7 @@ from hybridflow.tools.parsers.llama3_json import Llama3JsonParser
 logger = logging.getLogger(__name__)
 
 PROMPT_END = 16
-"""Tokens at the end of a prompt that tell whether a response begins within thinking."""
+"""Number of tokens at the end of a prompt that show whether a response begins within thinking."""
 MOST_TOLD = 3
 """Calls of one response that a message gives the reasons of."""
 
@@ -89,7 +89,7 @@ def _may_be(kind: type[CallParser], text: str) -> bool:
 
 
 def unread_message(problems: Sequence[str], example: str) -> str:
-    """Return what a model is told of calls that could not be read, and how to write one."""
+    """Return the message to a model about calls that could not be read, and how to write one."""
     told = [f"The tool call could not be read: {problem}." for problem in problems[:MOST_TOLD]]
     if len(problems) > MOST_TOLD:
         told.append(f"{len(problems) - MOST_TOLD} more could not be read.")

@@ -112,7 +112,7 @@ class Source:
         return self.num_read - self._given_back
 
     def may_go_back(self, count: int) -> bool:
-        """Return whether so many characters may be read anew, so that the time stays linear."""
+        """Return whether `count` characters may be read again, so that the time stays linear."""
         return self._given_back + count <= GOING_BACK * self._place_in_response
 
     def give_back(self, text: str) -> None:
@@ -127,7 +127,7 @@ class Source:
             self._noted = [whole[: len(whole) - len(text)]]
 
     def take(self, count: int) -> str:
-        """Read so many characters, which have come."""
+        """Read `count` characters, which have arrived."""
         text = self._window[self._place : self._place + count]
         self._place += count
         self.num_read += count

@@ -12,7 +12,7 @@ bring a token are passed on to it, all others are closed.
     receiver's client ──► TunnelEnd ── connect, token ──► Tunnel ──► server at 127.0.0.1
       (its machine)        127.0.0.1      (network)        host      (the sender's machine)
 
-torch's TCPStore takes commands from whoever connects, so a push by process group keeps it behind one of
+torch's TCPStore takes commands from any client, so a push by process group keeps it behind one of
 these. What is left is each machine's own loopback: other users of the two machines can reach the ends there.
 """
 
@@ -98,7 +98,7 @@ class _Pending:
 
 class Listener:
     """A free port of `host` where receivers connect. Only those that send its token are let in, and a silent
-    one delays nobody: tokens are read from all side by side.
+    one delays no other: tokens are read from all side by side.
     """
 
     def __init__(self, host: str) -> None:
@@ -232,7 +232,7 @@ class Tunnel(Listener):
 
 
 class TunnelEnd:
-    """A receiver's end: a port of its own loopback that leads to the server behind a `Tunnel`."""
+    """A receiver's end: a port of its loopback that leads to the server behind a `Tunnel`."""
 
     def __init__(self, host: str, port: int, token: str, timeout: float) -> None:
         self._far = (host, port, token, timeout)

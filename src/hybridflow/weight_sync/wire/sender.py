@@ -97,7 +97,7 @@ def push(
     """Send weights, called `version`, to the `workers` processes of an engine, by their `hybridflow_receive`.
 
     `host`: address of this machine that the workers can reach. `kept`: what the pushes to this engine have in
-    common; without it, each makes a process group of its own. `more`: further facts for the workers, as JSON.
+    common; without it, each makes its own process group. `more`: further facts for the workers, as JSON.
     Raises RolloutError where not all weights arrived as sent; then the engine has no version.
     """
     open_writer: Callable[..., Writer] = DeviceMemoryWriter
@@ -185,7 +185,7 @@ def _send(
 class Bucket:
     """Weights of one device that travel together. Their checksums are on their way to the host.
 
-    `stage`: pinned main memory, [≥ size] uint8, to which the weights are sent as well; nobody waits for them
+    `stage`: pinned main memory, [≥ size] uint8, to which the weights are sent as well; not awaited
     before `fill`.
     """
 
@@ -198,7 +198,7 @@ class Bucket:
         if stage is not None:
             self._stage = stage[: self.size]
             self._stage.copy_(self._packed(), non_blocking=True)
-        # queued behind the copy: whoever has the checksums may read the stage
+        # queued behind the copy: with the checksums on the host the stage is complete
         self._sums = HostCopy([bit_sums([tensor for _, tensor in weights])])
 
     def checksums(self) -> list[int]:
@@ -242,7 +242,7 @@ class Bucket:
 
 
 def _buckets(weights: Weights, limit: int, *, staged: bool = False) -> Iterator[Bucket]:
-    """Yield weights in groups of at most `limit` bytes of one device; a larger weight is a group of its own.
+    """Yield weights in groups of at most `limit` bytes of one device; a larger weight is a separate group.
 
     With `staged`, those of a device that copies to pinned memory are sent there; a bucket must be in a buffer
     before the next one is asked for.

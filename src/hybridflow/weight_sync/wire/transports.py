@@ -69,7 +69,7 @@ class Writer(ABC):
         return size <= len(self.buffer)
 
     def settle(self) -> None:  # noqa: B027
-        """Wait until the bucket is in the buffer, where readers look as soon as they are told of it."""
+        """Wait until the bucket is in the buffer, where readers look as soon as they are notified."""
 
     def publish(self, size: int) -> None:  # noqa: B027
         """Send the first `size` bytes, which hold a bucket, to readers that wait for them."""

@@ -35,7 +35,7 @@ def ends_in_status(main: Callable[P, int]) -> Callable[P, int]:
         except HybridFlowError as error:
             sys.stderr.write("\n".join([*_lines_of(error), ""]))
             return 1
-        except BrokenPipeError:  # as `hybridflow … | head` makes it: whoever read has read enough
+        except BrokenPipeError:  # as `hybridflow … | head` makes it: the reader has read enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python's end flushes once more
             return SIGNALLED + signal.SIGPIPE
         except OSError as error:

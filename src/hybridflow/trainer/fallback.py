@@ -42,7 +42,7 @@ VALIDATION = "actor_rollout_ref.rollout.val_kwargs"
 
 
 def fallback(config: PPOConfig | SFTConfig) -> list[Change]:
-    """Return what has to change so that a run finds on this machine what it asks for, as far as keys tell."""
+    """Return what has to change so that a run finds on this machine what it asks for, as far as keys show."""
     changes = [*_processes(config), *_kernels(config), *_trackers(config)]
     if isinstance(config, PPOConfig):
         changes += _generation(config)

@@ -188,7 +188,7 @@ def _device_problems(config: PPOConfig | SFTConfig) -> list[str]:
 
 
 def missing_here(config: PPOConfig | SFTConfig) -> list[str]:
-    """Return the missing libraries, and what the cluster lacks, as far as the keys and this machine tell."""
+    """Return the missing libraries, and what the cluster lacks, as far as the keys and this machine show."""
     found = missing_libraries(config)
     with suppress(WrongKeyRead):
         if config.trainer.controller == "ray":

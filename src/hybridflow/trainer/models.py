@@ -40,7 +40,7 @@ def model_arguments(config: ModelConfig, device: torch.device) -> dict[str, Any]
 
 
 def check_reference_tokens(config: PPOConfig, tokenizer: Tokenizer) -> None:
-    """Raise ModelError where a reference of its own has a tokenizer that gives tokens other ids."""
+    """Raise ModelError where a separate reference has a tokenizer that gives tokens other ids."""
     model = config.actor_rollout_ref.ref.model
     if not needs_reference(config) or not has_own_reference(config) or model.path is None:
         return

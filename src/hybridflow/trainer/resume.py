@@ -68,7 +68,7 @@ def model_facts(config: PPOConfig | SFTConfig) -> dict[str, Any]:
 
 def changed_facts(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return `key: old → new` for each fact that differs between a checkpoint and a run."""
-    # a role that only one of them has is told where its state is missing
+    # a role that only one of them has is reported where its state is missing
     blocks = {key.rpartition(".")[0] for key in now} & {key.rpartition(".")[0] for key in saved}
     names = [key for key in {**saved, **now} if key.rpartition(".")[0] in blocks]
     return [f"{key}: {saved.get(key)} → {now.get(key)}" for key in names if saved.get(key) != now.get(key)]

@@ -47,7 +47,7 @@ class BatchSource(Resumable, Protocol):
     """Batches for the steps of a run, made with weights that the trainer publishes.
 
     `version` is the number of training steps whose weights have been published. `state_dict` says where a run
-    goes on that has trained so many steps and no more: from one `publish` to the next one it says the same.
+    resumes that has trained exactly that many steps: from one `publish` to the next it stays the same.
     """
 
     def next(self, step: int) -> TrainBatch:
@@ -67,7 +67,7 @@ class BatchSource(Resumable, Protocol):
         ...
 
     def idle_shares(self) -> dict[str, float]:
-        """Return metrics: who has waited for whom since the last call; none where nothing is made ahead."""
+        """Return metrics of the waits between sides since the last call; none where nothing is made ahead."""
         ...
 
     def close(self) -> None:
@@ -121,7 +121,7 @@ class LoaderSource(Generic[Row]):
         self.loader.load_state_dict(place)
 
     def open_items(self) -> str:
-        """Return nothing: what was begun is known to whoever asked for the batch."""
+        """Return nothing: what was begun is known to the caller that asked for the batch."""
         return ""
 
     def idle_shares(self) -> dict[str, float]:

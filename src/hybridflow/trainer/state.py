@@ -118,7 +118,7 @@ class RunSaves:
         try:
             while self._writing:
                 name, group = self._writing.popitem()
-                # its processes are lost, or it could not write: then nobody does
+                # its processes are lost, or it could not write: then no rank does
                 with suppress(HybridFlowError):
                     if group.wait_saved(end - time.monotonic()):
                         group.finish_save()
@@ -145,7 +145,7 @@ class RunSaves:
         return start if engine.contents.async_save else write
 
     def _or_drain(self, fill: Fill) -> Fill:
-        """Make sure that nobody writes into a folder that could not be filled, before it is removed."""
+        """Make sure that no rank writes into a folder that could not be filled, before it is removed."""
 
         def filled(folder: Path) -> Mapping[str, FileDigest] | None:
             try:
@@ -178,7 +178,7 @@ class RunState:
     """The state of a run: weights, optimizers, place of the source, further parts of the driver, and step."""
 
     kind: str
-    """`ppo`, `sft`, `dpo` or `reward_model`; a run goes on from checkpoints of its own kind only."""
+    """`ppo`, `sft`, `dpo` or `reward_model`; a run resumes from checkpoints of its own kind only."""
     seed: int
     total_steps: int
     source: Resumable
@@ -205,7 +205,7 @@ class RunState:
     """True: a signal has ended the run before the validation of its last step."""
     saves: RunSaves = field(default_factory=RunSaves)
     _finished: dict[str, Any] = field(default_factory=dict)
-    """What the driver saves of the step that `finish` was told last, beside the source's part."""
+    """What the driver saves of the step last given to `finish`, beside the source's part."""
 
     def finish(self, step: int) -> None:
         """Note that a step is done: until the next one changes weights, `save` saves the run as it is now,

@@ -79,7 +79,7 @@ class Expiry:
     """The time at which the machine is taken back, and what it takes to save before it."""
 
     at: float | None = None
-    """Seconds since 1970; None: nobody has said so."""
+    """Seconds since 1970; None: not known."""
     redundant: float = 0.0
     """Further seconds that a save keeps from the end."""
     clock: Callable[[], float] = time.time
@@ -97,7 +97,7 @@ class Expiry:
     def due(self) -> bool:
         """Return whether to save now: after one more step there may be no time for it.
 
-        False where nobody has said when the machine ends, and where that time has passed.
+        False where it is not known when the machine ends, and where that time has passed.
         """
         if self.at is None:
             return False
@@ -114,7 +114,7 @@ class Expiry:
 
 
 def expiry_of(redundant: float, environment: Mapping[str, str] = os.environ) -> Expiry:
-    """Return what the environment says; a value that is no time is told and not used.
+    """Parse the reclaim time from the environment; log and ignore an invalid value.
 
     A value is seconds or milliseconds since 1970, or a date and time in ISO 8601, without a zone in UTC.
     """

@@ -31,7 +31,7 @@ FAILED_COPIES = "checkpoint/failed_copies"
 """Metric: copies to trainer.remote_checkpoint_dir that could not be completed, since the run began."""
 
 Validate = Callable[[int], dict[str, float]]
-"""Returns the metrics of a validation after so many steps."""
+"""Returns the metrics of a validation after this number of steps."""
 
 
 class TrainStep(Protocol):
@@ -74,9 +74,9 @@ class Trainer(Generic[Source, Step]):
     timer: Timer
     total_steps: int
     test_freq: int
-    """Validate every so many steps, and after the last one; 0 or less: never."""
+    """Validate every `test_freq` steps, and after the last one; 0 or less: never."""
     save_freq: int
-    """Save every so many steps, after the last one, and when a signal ends the run; 0 or less: never."""
+    """Save every `save_freq` steps, after the last one, and when a signal ends the run; 0 or less: never."""
     expiry: Expiry = field(default_factory=Expiry)
     """When the machine is taken back, where somebody has said so: the run saves before it."""
     validates_first: bool = False
@@ -200,7 +200,7 @@ class Trainer(Generic[Source, Step]):
                 try:
                     if self._has_unsaved_steps():
                         self._save(self.state.step)
-                except Stopped as again:  # by a tracker that was told of the save
+                except Stopped as again:  # by a tracker that the save was reported to
                     if again.at_once:
                         raise
                 self.state.saves.commit(self.store)

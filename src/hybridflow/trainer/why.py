@@ -219,7 +219,7 @@ def checkpoints(run: RunTimes) -> Iterator[Wait]:
 
 
 def _regular(run: RunTimes, phase: str, every: int) -> float:
-    """Return the seconds of a mean step that a phase takes because it comes every so many steps.
+    """Return the seconds of a mean step that a phase takes because it comes every `every` steps.
 
     A run's last step has it anyway, which is much of a short run.
     """
@@ -229,7 +229,7 @@ def _regular(run: RunTimes, phase: str, every: int) -> float:
 
 
 def _rarer(cause: str, key: str, every: int, seconds: float, of_step: float, what: str) -> Wait:
-    """Return the wait for something that comes every so many steps, and so often that it takes OFTEN."""
+    """Return the wait for something that comes every `every` steps, and so often that it takes OFTEN."""
     factor = math.ceil(seconds / (OFTEN * (of_step - seconds)))
     text = f"steps that {what} (every {every}) add {seconds:.3g} s to a mean step of {of_step:.3g} s"
     return Wait(cause, seconds, text, key, every * factor, seconds * (1 - 1 / factor))
@@ -445,7 +445,7 @@ RULES: tuple[Rule, ...] = (
 
 def waits_of(run: RunTimes) -> list[Wait]:
     """Return what the run waits for, by the seconds that can be saved; those without a forecast come behind
-    the others, by what they take. Nothing that takes, or saves, less than SMALL of a step is told.
+    the others, by what they take. Nothing that takes, or saves, less than SMALL of a step is reported.
     """
     found = [wait for rule in RULES for wait in rule(run)]
     least = SMALL * run.seconds
@@ -455,7 +455,7 @@ def waits_of(run: RunTimes) -> list[Wait]:
 
 @dataclass(frozen=True)
 class TriedWait:
-    """A forecast beside what came of it."""
+    """A forecast beside the measured result."""
 
     wait: Wait
     became: float

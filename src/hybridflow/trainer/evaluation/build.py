@@ -169,7 +169,7 @@ class _Missing:
         logger.info("%d answers of %d tokens in %s", total, tokens, duration(seconds))
 
     def _answer(self, place: int, trajectory: Trajectory, tokenizer: Tokenizer) -> Answer:
-        """Return what came of the request at `place` as a line of the file."""
+        """Return the answer to the request at `place` as a line of the file."""
         prompt, sample = self._keys[place]
         read = self.requests.requests[place].prompt_token_ids
         if trajectory.lineages:

@@ -71,7 +71,7 @@ def expected_majority(scores: Sequence[float], answers: Sequence[str], k: int, s
 
 def interval(values: Sequence[float]) -> tuple[float, float] | None:
     """Return the bounds of a 95 % confidence interval of the mean of one number for each prompt; None where
-    a single number does not tell.
+    there is only one number.
 
     Prompts are the observations, so answers to one prompt may depend on each other. For numbers in [0, 1] it
     is Wilson's interval with m·(1 − m)/se² observations, which for numbers of 0 and 1 is the number of

@@ -44,7 +44,7 @@ class Subject:
     name: str
     """What the user has called it."""
     state: str = ""
-    """What tells its weights from others under the same name; empty where that is not known."""
+    """Identifies its weights among others under the same name; empty where that is not known."""
     step: int = 0
     """Training step of a checkpoint; its draws are those of the run's validation after that step."""
     weights: Callable[[bool], str] | None = None
@@ -63,7 +63,7 @@ class Subject:
 
 
 def state_of(folder: Path) -> str:
-    """Return a digest of what tells the weights in a folder from others: the digests of a checkpoint, or the
+    """Return a digest that identifies the weights in a folder: from the digests of a checkpoint, or from the
     names, sizes and times of the files of weights.
     """
     manifest = folder / MANIFEST
@@ -75,7 +75,7 @@ def state_of(folder: Path) -> str:
 
 
 def evaluate(config: PPOConfig, subject: Subject, *, responses: Path | None = None) -> dict[str, Any]:
-    """Have the validation prompts answered in `trainer.default_local_dir`, where answers that are there are
+    """Have the validation prompts answered in `trainer.default_local_dir`, where existing answers are
     kept; score them all and write the results, which are returned. With `responses` nothing is scored: the
     rows of the data go into that file, with the answers to each, and the answers are counted.
 

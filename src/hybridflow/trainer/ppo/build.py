@@ -232,7 +232,7 @@ def _trainer(
             log_samples=partial(_further_metrics, samples, predictor),
             profiling=StepProfiler(config.global_profiler, roles.all, run.folder.path),
         )
-        # have the traces of collectors sent, and tell the failures of the run, unless it only made batches
+        # have the traces of collectors sent, and log the failures of the run, unless it only made batches
         if collectors is not None:
             collectors.end_traces()
         if state.step:

@@ -43,7 +43,7 @@ STAYS = (*TOKENS, *TEXTS, "input_ids", "rollout_log_probs")
 MASKS = ("attention_mask", "response_mask")
 """Columns that a collector keeps for the workers, and that the driver computes with too."""
 REPETITION = "repetition"
-"""The figure of the reward watch, which stands for the tokens that it is computed from."""
+"""The metric of the reward watch, kept in place of the tokens that it is computed from."""
 
 
 def kl_controller(config: AlgorithmConfig) -> KLController:
@@ -176,7 +176,7 @@ def estimate_advantages(batch: DataProto, config: PPOConfig, estimator: Advantag
 def _reward_components(samples: DataProto, keys: list[str]) -> Tensor:
     """Return [B, K] float32: the reward's value of each sample under each of `algorithm.gdpo_reward_keys`.
 
-    The key `score` stands for the score itself.
+    The key `score` means the score itself.
     """
     columns: dict[str, Any] = dict(samples.non_tensor_batch)
     # every reward may have failed, and nothing is learned from these rows anyway

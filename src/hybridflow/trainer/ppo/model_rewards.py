@@ -3,7 +3,7 @@
     requests ──► the reward function ──► outcomes ──────────────┐
         └─messages──► the model's template and tokens ──► RewardModelGroup ──► score + weight · value
 
-The model has a tokenizer and a chat template of its own. Of a conversation it reads the messages, in its own
+The model has its own tokenizer and chat template. Of a conversation it reads the messages, in its own
 template; of a prompt that is a text, the text as a user's message. All trajectories of a generation call are
 scored together, when they have ended, so that the model may share the devices of the others. A process reward
 model scores the steps of the last answer; the text up to the end of a step says which of the policy's tokens
@@ -216,7 +216,7 @@ class ModelScorer:
         return replace(outcome, score=score, extras=extras, token_scores=tuple(each))
 
     def _token_at(self, request: ScoreRequest, characters: int) -> int:
-        """Return the place among the policy's tokens of the one with which so many characters are written.
+        """Return the index of the policy's token with which `characters` characters are complete.
 
         The response is the end of what all tokens write, where there were several calls.
         """

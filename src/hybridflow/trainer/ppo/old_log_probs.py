@@ -138,7 +138,7 @@ class OldLogProbs:
         return found
 
     def _agree(self, batch: DataProto, rows: list[int], step: int, version: int) -> tuple[bool, Metrics]:
-        """Return whether the rollout's log-probs may stand for the actor's, judged by these rows, and the
+        """Return whether the rollout's log-probs may replace the actor's, judged by these rows, and the
         metrics.
         """
         if not rows:  # all of them are in the first mini-batch, whose update looks at every one

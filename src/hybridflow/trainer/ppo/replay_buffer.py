@@ -64,7 +64,7 @@ class ReplayBuffer:
         return join_rows([batch, *reversed(earlier)], self.pad_token_id)
 
     def note_drawn(self, drawn: DataProto, new: DataProto, step: int) -> Metrics:
-        """Tell which of the drawn trajectories are not among the step's own rows `new`; return metrics."""
+        """Record which of the drawn trajectories are not among the step's own rows `new`; return metrics."""
         own = set(new.non_tensor_batch["uid"])
         groups = ByTrajectory(drawn).samples.non_tensor_batch["uid"]
         again = Counter(uid for uid in groups if uid not in own)
@@ -75,7 +75,7 @@ class ReplayBuffer:
         return metrics
 
     def state_dict(self) -> list[dict[str, Any]]:
-        """Return the rows by step; the tensors are shared, and nobody writes into them."""
+        """Return the rows by step; the tensors are shared, and must not be written into."""
         return [{"step": step, "rows": state_of_rows(rows)} for step, rows in self._rows.items()]
 
     def load_state_dict(self, state: list[dict[str, Any]]) -> None:

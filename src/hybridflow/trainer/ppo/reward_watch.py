@@ -33,7 +33,7 @@ MAX_LENGTH_RATIO = 3.0
 MAX_DIVERGENCE = 0.05
 """Share of the largest score seen, which the training score has to rise by, and the held-out one to fall."""
 QUIET_STEPS = 20
-"""Steps before a sign that stays is told again."""
+"""Steps before a persistent sign is reported again."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class RewardWatch:
         self._told: dict[str, int] = {}
 
     def replay(self, lines: Mapping[int, Mapping[str, float]]) -> None:
-        """Take the metrics of earlier steps, by step, as if they had been looked at; none is told."""
+        """Take the metrics of earlier steps, by step, as if they had been checked; nothing is reported."""
         for step in sorted(lines):
             if "reward_watch/length" in lines[step]:
                 self._length_ratio(lines[step]["reward_watch/length"])

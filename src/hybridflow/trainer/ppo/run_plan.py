@@ -100,7 +100,7 @@ class Predictor:
             generating = found.get("perf/predicted/gen", 0.0)
             total = max(generating, total - generating)
         found["perf/predicted/step"] = total
-        if self.costs.cluster.hardware.name != CPU:  # on a CPU nobody looks for what updates use of it
+        if self.costs.cluster.hardware.name != CPU:  # the utilisation of a CPU is not reported
             found |= self._mfu(rows, measured)
         peak = max(self.roles.actor.call_list(Worker.peak_memory))
         if peak:
@@ -166,7 +166,7 @@ def forecaster(config: PPOConfig) -> Callable[[PPOConfig, Rows], dict[str, float
 
 
 def costs_of(config: PPOConfig, devices: int) -> Costs | None:
-    """Return the costs on so many devices like those here; None where their figures are not known."""
+    """Return the costs on `devices` devices like those here; None where their figures are not known."""
     device = resolve_device(config.trainer.device)
     if device.type == "cpu":
         cpu = measured_cpu()

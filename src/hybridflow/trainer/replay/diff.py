@@ -100,7 +100,7 @@ def first_unequal(first: Any, second: Any, name: str = "") -> tuple[str, Any, An
             if found is not None:
                 return found
         return None
-    # repr tells 0.0 from -0.0, and a NaN equals a NaN
+    # repr distinguishes 0.0 from -0.0, and a NaN equals a NaN
     return None if repr(first) == repr(second) else (name, first, second)
 
 

@@ -31,7 +31,7 @@ from hybridflow.trainer.replay.kept_rows import KeptRows, KeptStep, config_of
 
 @dataclass
 class Replay:
-    """What came of doing steps again."""
+    """The result of repeating steps."""
 
     began_after: int
     """Steps of the checkpoint that it began with; 0: the weights that the run began with."""

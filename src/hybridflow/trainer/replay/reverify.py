@@ -62,7 +62,7 @@ class Judged:
 def reverify(run: Path, reward: str | None, estimator: str | None, step: int | None) -> list[Judged]:
     """Judge the kept rows of one step, or of all, by another reward function or estimator.
 
-    None stands for the run's own. Raises ConfigError where the run has a reward model, or the estimator needs
+    None: the run's own. Raises ConfigError where the run has a reward model, or the estimator needs
     a column that the rows do not have, and DataError where rows are missing.
     """
     kept = KeptRows(run)

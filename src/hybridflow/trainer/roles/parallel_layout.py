@@ -36,7 +36,7 @@ def rollout_axes(config: PPOConfig, world_size: int) -> tuple[tuple[str, int], .
     together.
     """
     rollout = config.actor_rollout_ref.rollout
-    # engines with weights of their own spread a model by themselves
+    # engines with their own weights shard a model by themselves
     tensor = rollout.tensor_model_parallel_size if rollout.name == "native" else 1
     return ("dp", world_size // tensor), ("tp", tensor)
 

@@ -145,7 +145,7 @@ class RoleBuilders:
         return RewardModelWorker(engine, limits=BatchLimits(cap, config.micro_batch_size_per_gpu))
 
     def process_reward(self, info: RankInfo) -> ProcessRewardWorker:
-        """Build the implicit process reward model; without a path of its own it starts as the actor does."""
+        """Build the implicit process reward model; without its own path it starts as the actor does."""
         config = self.config.reward.process_reward_model
         updates = (
             self._updates(config.ppo_mini_batch_size or self.config.data.train_batch_size, 1)

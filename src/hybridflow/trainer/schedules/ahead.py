@@ -21,7 +21,7 @@ from hybridflow.trainer.schedules.ledger_state import Replayed
 from hybridflow.trainer.schedules.sync import SourceParts, SyncSource
 
 EnginesIn = Callable[[Literal["busy", "standing"]], float]
-"""Returns the seconds since the start in which the engines, on the mean, were in this state."""
+"""Returns the seconds since the start in which the engines, on average, were in this state."""
 
 
 class IdleShares:
@@ -73,7 +73,7 @@ class IdleShares:
 LOOK_SECONDS = 0.5
 """Longest wait after which the trainer's thread looks for a signal that ends the run."""
 CLOSE_SECONDS = 60.0
-"""Longest wait for a thread that generates, once it was told to end."""
+"""Longest wait for a thread that generates, once it was asked to end."""
 
 
 class AheadSource(SyncSource):
@@ -84,14 +84,14 @@ class AheadSource(SyncSource):
         super().__init__(parts)
         self.ledger = ledger
         self.disaggregated = not parts.roles.are_colocated(parts.roles.actor.role, parts.roles.rollout.role)
-        """Whether generation has processes of its own, and goes on in a thread beside training."""
+        """Whether generation has its own processes, and goes on in a thread beside training."""
         self._changed = threading.Condition()  # guards the ledger, and what subclasses have
         self._error: BaseException | None = None
         self._closing = False
         self._idle = IdleShares(parts.roles.rollout.seconds_in)
 
     def idle_shares(self) -> dict[str, float]:
-        """Return the shares of the time since the last call, or the first batch, in which nobody worked."""
+        """Return the shares of the time since the last call, or the first batch, in which a side was idle."""
         return self._idle.taken()
 
     def open_items(self) -> str:
@@ -133,7 +133,7 @@ class AheadSource(SyncSource):
     def _wait(self, words: str, ready: Callable[[], bool]) -> None:
         """Wait in the trainer's thread until something is `ready`; raise what another thread has raised.
 
-        How long an engine, a response or a reward may take has limits of its own, after which that raises.
+        How long an engine, a response or a reward may take has its own limits, after which that raises.
         """
         with progress.phase(words), self._idle.waiting():
             while True:

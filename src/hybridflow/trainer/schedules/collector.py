@@ -77,7 +77,7 @@ class Delivery:
 
 
 class Collector(Worker):
-    """One process: an event loop in which groups are played, with agents and rewards of its own."""
+    """One process: an event loop in which groups are rolled out, with its own agents and rewards."""
 
     def __init__(
         self,
@@ -114,7 +114,7 @@ class Collector(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
     def play(self, index: int, prompt: PromptRow, timed: bool) -> None:
-        """Begin to play a group; `collect` gives what came of it."""
+        """Begin to roll out a group; `collect` returns its result."""
         playing = asyncio.run_coroutine_threadsafe(self._play(index, prompt, timed), self._loop)
         self._playing.add(playing)  # the loop itself holds its tasks by weak references only
         playing.add_done_callback(self._playing.discard)
@@ -171,7 +171,7 @@ class Collector(Worker):
 
 
 class Collectors:
-    """The driver's view of all collectors, which make rows in place of a pipeline of its own."""
+    """The driver's view of all collectors, which make rows in place of its own pipeline."""
 
     def __init__(
         self, group: WorkerGroup[Collector], rollout: RolloutGroup, config: PPOConfig, pad_token_id: int
@@ -214,8 +214,8 @@ class Collectors:
         *,
         timed: bool = True,
     ) -> GroupRows:
-        """Have a group run by the collector of its index; its rows are light. A collector has `numbers` of
-        requests of its own.
+        """Have a group run by the collector of its index; its rows are light. A collector has its own
+        `numbers` of requests.
 
         Raises what the collector raised, WorkerLost where it is lost, and ReplicaLost where the engines of
         `client` have failed.
@@ -253,7 +253,7 @@ class Collectors:
             waiting.clear()  # a group that is played from now on asks anew
 
     def _hand_out(self, rank: int, collected: GroupResults) -> None:
-        """Say where the other columns of the rows are, and tell those who wait."""
+        """Set where the other columns of the rows are, and resolve the waiting futures."""
         shard = None
         number = 0
         for played in collected.groups:
@@ -288,7 +288,7 @@ def _build(
 
 
 def shared_out(config: PPOConfig, parts: int) -> PPOConfig:
-    """Return the configuration of one of so many collectors, among which processes and limits are divided.
+    """Return the configuration of one of `parts` collectors, with processes and limits divided by `parts`.
 
     Each has at least one process of rewards, and of tools, where the run has any.
     """

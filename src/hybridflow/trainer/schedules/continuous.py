@@ -4,7 +4,7 @@
                     ▲                                                                             │
                     └─────── room for more ◄── weights published between two steps of decoding ◄──┘
 
-An event loop in a thread of its own plays groups. Where generation has processes of its own, another thread
+An event loop in its own thread rolls out groups. Where generation has its own processes, another thread
 steps the engines all the time. Where it shares the actor's, the engines are stepped while the trainer waits
 for a batch, and rewards and environments go on while it trains. What a run has done with each group is in its
 ledger; this file keeps the rows.
@@ -201,7 +201,7 @@ class ContinuousSource(AheadSource):
     # ---- in the trainer's thread
 
     def _start(self) -> None:
-        """Begin to play groups, and to step the engines where they have processes of their own."""
+        """Begin to roll out groups, and to step the engines where they have their own processes."""
         client = self._stack.enter_context(self.roles.rollout.opened())
         self._stack.enter_context(in_own_loop(lambda: self._play_all(client)))
         if self.disaggregated:
@@ -302,7 +302,7 @@ class ContinuousSource(AheadSource):
         try:
             made = await self.run_group(group.index, group.prompt, client, self._numbers)
             self.failures.add_all(made.failed)
-            if client.failure is not None:  # whoever steps the engines raises it: no fault of the group's
+            if client.failure is not None:  # whatever steps the engines raises it: no fault of the group's
                 return
             with self._changed:
                 self._num_playing -= 1
@@ -313,7 +313,7 @@ class ContinuousSource(AheadSource):
         self._tell()
 
     def _keep(self, group: Group, rows: DataProto, metrics: Metrics) -> None:
-        """Note what came of a group; one without rows, or with nothing to learn, makes room for another."""
+        """Record a finished group; an empty one, or one with nothing to learn, makes room for another."""
         index = group.index
         if not len(rows):
             self.ledger.append(Failed(index, cause=_cause(metrics)))

@@ -9,7 +9,7 @@ since the last `sync` may be lost. A checkpoint calls `sync` and keeps the posit
 that position, so it undoes the lines that may be lost anyway.
 
 A *position* is a number of lines. `rewind(position)` appends a line that says: what follows goes on from
-where the ledger was after so many lines. So the history is a tree, and each position can be rewound to for
+where the ledger was after that many lines. So the history is a tree, and each position can be rewound to for
 ever, also one that an earlier rewind has undone.
 """
 

@@ -34,7 +34,7 @@ def ranges(indices: Iterable[int]) -> Iterator[range]:
 
 
 def ranges_text(indices: Iterable[int], most: int) -> str:
-    """Return ascending indices for a message, such as `3-5, 9`, with at most so many ranges."""
+    """Return ascending indices for a message, such as `3-5, 9`, with at most `most` ranges."""
     runs = list(ranges(indices))
     texts = [str(run.start) if len(run) == 1 else f"{run.start}-{run.stop - 1}" for run in islice(runs, most)]
     if len(runs) > most:

@@ -3,7 +3,7 @@
     batch k ──pinned to version max(0, k - run_ahead)──► made ──next──► step ──publish──► version k + 1
 
 So a run is a function of its configuration, whatever the timing: equal to a loop that does one thing after
-the other. Where generation has processes of its own, a thread makes batches beside training, and weights that
+the other. Where generation has its own processes, a thread makes batches beside training, and weights that
 are newer than the ones in use wait until all batches of the older version are made. Where it shares the
 actor's processes, batch k + run_ahead is made before the update of step k begins.
 """
@@ -109,7 +109,7 @@ class PinnedSource(AheadSource):
     def publish(self, version: int) -> None:
         """Have the batches that are pinned to `version` generated with the actor's weights as they are now.
 
-        Where generation has processes of its own, the weights wait until the batches of older ones are made.
+        Where generation has its own processes, the weights wait until the batches of older ones are made.
         """
         actor = self.roles.actor
         staged = None

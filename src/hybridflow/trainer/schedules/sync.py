@@ -64,7 +64,7 @@ class SyncSource(LoaderSource[PromptRow]):
     """
 
     kind = "sync"
-    """How batches are made ahead of training; a run goes on from checkpoints of its own kind only."""
+    """How batches are made ahead of training; a run resumes from checkpoints of its own kind only."""
 
     def __init__(self, parts: SourceParts) -> None:
         super().__init__(parts.loader)

@@ -98,7 +98,7 @@ def build(config: SFTConfig, *, patience: float = 0.0) -> Iterator[SFTTrainer]:
             save_freq = total_steps  # at the end
         test_freq = trainer.test_freq
         if test_freq <= 0:
-            test_freq = total_steps  # at the end, as whoever gives validation data expects
+            test_freq = total_steps  # at the end, as validation data is given
         with run.recorded(state, store, source) as trackers:
             yield Trainer(
                 source=source,

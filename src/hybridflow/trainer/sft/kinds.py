@@ -47,7 +47,7 @@ class LearningKind:
     engine: Callable[[Any], Kind] = lambda config: "policy"
     """configuration -> the kind of model."""
     generates: bool = False
-    """Whether a rollout shares the weights, for whoever wants to look at answers."""
+    """Whether a rollout shares the weights, to generate answers for readers."""
 
 
 def kind_of(config: SFTConfig) -> LearningKind:

@@ -66,7 +66,7 @@ class AsyncLLMServerManager:
         video_data: Sequence[Any] | None = None,
         **further: Any,
     ) -> TokenOutput:
-        """Have the policy continue `prompt_ids`; all requests of a trajectory go to one replica.
+        """Sample a continuation of `prompt_ids`; all requests of a trajectory go to one replica.
 
         Raises LengthReached where the model's context has no room for a token, and TrajectoryFailed where
         there is no output.
@@ -80,7 +80,7 @@ class AsyncLLMServerManager:
 
 @dataclass
 class AgentLoopMetrics:
-    """Numbers of a trajectory."""
+    """Metrics of a trajectory."""
 
     generate_sequences: float = 0.0
     """Seconds in which the model answered."""
@@ -93,7 +93,7 @@ class AgentLoopMetrics:
 
 @dataclass
 class AgentLoopOutput:
-    """What an agent loop gives back: one conversation as token ids."""
+    """The result of an agent loop: one conversation as token ids."""
 
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
@@ -127,7 +127,7 @@ class DictConfigWrap:
 
 
 class AgentLoopBase(ABC):
-    """Base class of agent loops; one instance plays one trajectory."""
+    """Base class of agent loops; one instance runs one trajectory."""
 
     _class_initialized = False
 
@@ -212,7 +212,7 @@ def register(agent_name: str) -> Callable[[Loop], Loop]:
 
 
 class AgentLoopAgent:
-    """Plays episodes by a user's agent loop."""
+    """Runs episodes with a user's agent loop."""
 
     def __init__(
         self, loop: Loop, kwargs: Mapping[str, Any], config: PPOConfig, tokenizer: Tokenizer
@@ -230,7 +230,7 @@ class AgentLoopAgent:
         self._tokenizer.apply_chat_template = as_list  # type: ignore[method-assign]
 
     async def run(self, episode: Episode, policy: Policy) -> AgentResult:
-        """Play one episode. TrajectoryFailed where the loop's response is not what the policy sampled."""
+        """Run one episode. TrajectoryFailed where the loop's response is not what the policy sampled."""
         loop = self._make(
             trainer_config=DictConfigWrap(self._config),
             server_manager=AsyncLLMServerManager(policy),

@@ -91,7 +91,7 @@ class FunctionAgent:
         self._deadline_s = deadline_s
 
     async def run(self, episode: Episode, policy: Policy) -> AgentResult:
-        """Have the function play one episode."""
+        """Run one episode by the function."""
         async with self._endpoint.record(policy) as recording:
             try:
                 returned = await self._call(f"{recording.url}/v1", dict(episode.row.row))
@@ -127,14 +127,14 @@ class CommandAgent:
         self._endpoint = endpoint
 
     async def run(self, episode: Episode, policy: Policy) -> AgentResult:
-        """Have the command play one episode; in the end it is ended with all that it has started."""
+        """Run one episode by the command, and end it with all processes that it has started."""
         with tempfile.TemporaryDirectory(prefix="hybridflow_agent_") as folder:
             async with self._endpoint.record(policy) as recording:
                 returned = await self._output(Path(folder), recording, episode.row.row)
                 return _result(" ".join(self._command), returned, recording)
 
     async def _output(self, folder: Path, recording: Recording, row: Mapping[str, Any]) -> Any:
-        """Return what the command says; TrajectoryFailed where it fails."""
+        """Return the output of the command; TrajectoryFailed where it fails."""
         files = {name: folder / name for name in ("row.json", "result.json", "out", "err")}
         files["row.json"].write_text(json.dumps(dict(row), default=_plain), encoding="utf-8")
         variables = {
@@ -177,7 +177,7 @@ class CommandAgent:
 
 
 def _raise_cause(recording: Recording) -> None:
-    """Raise the reason of ours for which the agent had no answer, where there is one."""
+    """Raise our own error that left the agent without an answer, where there is one."""
     if recording.failure is not None:
         raise recording.failure
 

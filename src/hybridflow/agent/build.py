@@ -61,7 +61,7 @@ class AgentBuilder:
 
     @property
     def default_name(self) -> str:
-        """Name of the agent that plays rows without an agent_name."""
+        """Name of the agent for rows without an agent_name."""
         agent = self._rollout.agent
         if agent.command:
             return COMMAND

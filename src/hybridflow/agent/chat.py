@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ChatParts:
-    """What conversations of a run share."""
+    """The parts that all conversations of a run share."""
 
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -66,7 +66,7 @@ class ChatParts:
 
 
 class ChatAgent:
-    """Plays conversations. Without an environment the row's own prompt begins them, and the first turn
+    """Runs conversations. Without an environment the row's own prompt begins them, and the first turn
     without a tool call ends them.
     """
 
@@ -122,14 +122,14 @@ class ChatAgent:
 
 
 def _tools_kwargs(episode: Episode) -> Mapping[str, Any]:
-    """Return what a row has for its tools, by their names."""
+    """Return the options of a row for its tools, by their names."""
     extra_info = episode.row.row.get("extra_info") or {}
     return extra_info.get("tools_kwargs") or {}
 
 
 @dataclass
 class _Dialogue:
-    """One conversation under way."""
+    """A running conversation."""
 
     parts: ChatParts
     policy: Policy
@@ -259,7 +259,7 @@ class _Dialogue:
         return messages
 
     def _read(self, output: GenerationOutput) -> ReadResponse:
-        """Return the plain text of an output, its tool calls, and what is wrong with those that are none."""
+        """Return the plain text of an output, its tool calls, and the errors of invalid calls."""
         ids = output.token_ids
         tokenizer = self.parts.tokenizer
         tools = self.tools.schemas

@@ -277,7 +277,7 @@ class Recording:
     def _prompt_of(
         self, check: Check, messages: list[Message], options: dict[str, Any], behind: str
     ) -> list[int]:
-        """Return the ids of a conversation: recorded ones as far as it goes on from an answer of ours."""
+        """Return the ids of a conversation: recorded ones as far as it continues an answer of ours."""
         check_characters("messages", sum(len(message["content"]) for message in messages), self.model)
         check()
         tools = options.get("tools")
@@ -298,7 +298,7 @@ class Recording:
             return [*self._endpoint.template.begin(messages, tools), *given]
 
     def _under_the_run(self, body: BodyT, **changes: Any) -> BodyT:
-        """Return a request without what the run decides, and warn of what it had of that."""
+        """Return a request without the fields that the run decides, and warn of those that it set."""
         fields = type(body).model_fields
         defaults = {name: fields[name].default for name in THE_RUNS_OWN if name in fields}
         self._endpoint.warn_once([name for name, value in defaults.items() if getattr(body, name) != value])

@@ -36,7 +36,7 @@ def reward_facts(prompt: PromptRow) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Episode:
-    """One sample of a group before it is played."""
+    """One sample of a group before it runs."""
 
     row: PromptRow
     group: int
@@ -81,14 +81,14 @@ class AgentResult:
 
 
 class Agent(Protocol):
-    """Plays episodes by calling the policy; one instance serves all episodes of a run."""
+    """Runs episodes by calling the policy; one instance serves all episodes of a run."""
 
     async def run(self, episode: Episode, policy: Policy) -> AgentResult:
         """Play one episode. What it raises fails the trajectory; TrajectoryFailed names the cause."""
 
 
 class TrajectoryFailed(HybridFlowError):
-    """A trajectory cannot go on, for a cause that decides whether it is tried again."""
+    """A trajectory cannot go on, for a cause that decides whether it is retried."""
 
     def __init__(self, cause: FailureCause, detail: str) -> None:
         super().__init__(detail)
@@ -135,7 +135,7 @@ class Policy:
         self._sticky = object()
 
     async def generate(self, prompt: Prompt, *, sampling: SamplingParams | None = None) -> GenerationOutput:
-        """Have the policy continue a prompt, and record the call.
+        """Sample a continuation of a prompt, and record the call.
 
         Its tokens are as many as `sampling` and the model's context allow. Raises LengthReached where there
         is no room for one, and TrajectoryFailed where there is no output.
@@ -212,7 +212,7 @@ def _checked(output: GenerationOutput) -> GenerationOutput:
 def facts_of(
     prompt: Prompt, output: GenerationOutput
 ) -> tuple[dict[str, Attribute], dict[str, str | Sequence[int]]]:
-    """Return what a span says of a call: numbers of tokens and versions of weights, and its token ids."""
+    """Return the attributes of a call's span: counts of tokens, versions of weights, and its token ids."""
     attributes: dict[str, Attribute] = {
         "prompt_tokens": len(prompt),
         "response_tokens": len(output.token_ids),

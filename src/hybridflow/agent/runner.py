@@ -71,7 +71,7 @@ CROWDED = 0.25
 
 
 class Runner:
-    """Plays episodes; one for each call of `RolloutGroup.run`."""
+    """Runs episodes; one for each call of `RolloutGroup.run`."""
 
     def __init__(
         self,
@@ -276,14 +276,14 @@ def _failed(episode: Episode, cause: FailureCause, detail: str) -> Trajectory:
 
 @dataclass
 class Limit:
-    """The number that was found out, kept from one step to the next."""
+    """The adapted limit, kept from one step to the next."""
 
     value: int = START
     was_crowded: bool = False
 
 
 class Concurrency:
-    """At most `most` places for trajectories, and fewer where it `is_crowded`."""
+    """A semaphore for at most `most` trajectories, and fewer while it `is_crowded`."""
 
     def __init__(self, limit: Limit, most: int, is_crowded: Callable[[], bool]) -> None:
         limit.value = min(most, limit.value)

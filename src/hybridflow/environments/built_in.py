@@ -187,7 +187,7 @@ class Guess(Environment):
         return Step(hint, done=done, extra={"num_guesses": self.used, "found": 0})
 
     def demonstrate(self, rng: random.Random, well_formed: float = 0.3) -> list[dict[str, str]]:
-        """Play a game: by guesses that heed the hints with probability `well_formed`, else by no numbers."""
+        """Play a game by guesses that follow the hints with probability `well_formed`, else by no numbers."""
         self.seed = rng.getrandbits(32)
         messages = [{"role": "user", "content": self.reset({})}]
         knows_how = rng.random() < well_formed

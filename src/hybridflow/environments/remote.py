@@ -33,7 +33,7 @@ class RemoteError(HybridFlowError):
 
 
 class RemoteEnvironment(Environment):
-    """The environment that `command` speaks for; `reset` starts a process, or takes one that is free.
+    """The environment that the process `command` serves; `reset` starts a process, or takes one that is free.
 
     An answer may take `deadline_s` seconds. What goes wrong is raised as RemoteError.
     """

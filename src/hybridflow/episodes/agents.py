@@ -33,7 +33,7 @@ class Agents:
     """The agents of a run; close them at its end."""
 
     def __init__(self, config: PPOConfig, tokenizer: Tokenizer, names: Collection[str] = ()) -> None:
-        """Make the agents that the keys ask for, and those of these `names`, which rows of the data give.
+        """Build the agents that the keys name, and those of these `names`, which rows of the data give.
 
         ConfigError or DataError where one of them cannot be had.
         """
@@ -141,7 +141,7 @@ class Agents:
         ended: Ended,
         numbers: Iterator[int] | None = None,
     ) -> Metrics:
-        """Play episodes by `client`; `numbers` are those of requests, where others are played beside them."""
+        """Run episodes by `client`; `numbers` are those of requests, where others run beside them."""
         told: list[Trajectory] = []
 
         def hear(place: int, trajectory: Trajectory) -> None:
@@ -190,7 +190,7 @@ class Agents:
         return episodes
 
     def _shared_by_all(self, client: LLMClient, runner: Runner) -> Concurrency:
-        """Return the places of all that is played by `client` at once."""
+        """Return the places of all episodes that run by `client` at once."""
         if self._shared is None or self._shared[0] is not client:
             concurrency = runner.concurrency(client)
             self._shared = client, concurrency, asyncio.create_task(concurrency.adapt())
@@ -211,7 +211,7 @@ class Agents:
 
 
 def _metrics(trajectories: Sequence[Trajectory], runner: Runner) -> Metrics:
-    """Return the numbers of trajectories that have not failed, and how the others were dealt with."""
+    """Return the numbers of trajectories that have not failed, and how the others were handled."""
     metrics = Metrics()
     whole = [trajectory for trajectory in trajectories if not trajectory.failed]
     for trajectory in whole:

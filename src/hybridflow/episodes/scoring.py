@@ -34,8 +34,8 @@ class Scoring:
         self._to_score: list[int] = []
 
     def ended(self, place: int, trajectory: Trajectory) -> None:
-        """Have a trajectory scored that has just ended; one that failed, or has its environment's reward, is
-        kept as it is.
+        """Submit a trajectory that has just ended for scoring; one that failed, or has its environment's
+        reward, is kept as it is.
         """
         self._trajectories[place] = trajectory
         if not trajectory.failed and trajectory.reward is None:

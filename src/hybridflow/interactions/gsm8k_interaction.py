@@ -28,7 +28,7 @@ class Gsm8kInteraction(BaseInteraction):
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """Say whether the newest answer is right, and end where it is."""
+        """Answer whether the newest answer is right, and end where it is."""
         answers = [each.get("content") for each in messages if each.get("role") == "assistant"]
         self._answers[instance_id] = str(answers[-1] or "") if answers else ""
         score = await self.calculate_score(instance_id)

@@ -91,7 +91,7 @@ class LocalSearchTool(BaseTool):
 
 
 def queries_of(parameters: dict[str, Any]) -> list[str]:
-    """Return what a call asks for, under `query` or, as verl's search tool has it, `query_list`.
+    """Return the queries of a call, under `query` or, as verl's search tool has it, `query_list`.
 
     Raises ValueError, with a sentence for the model.
     """

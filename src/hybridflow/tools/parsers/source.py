@@ -82,7 +82,7 @@ class Source:
         self._waiting.extend(text[place : place + SLICE] for place in range(0, len(text), SLICE))
 
     def end(self, cut: bool) -> None:
-        """Say that no more text comes, and whether that is because the response was cut."""
+        """Mark the end of the text, and whether the response was truncated."""
         self._has_ended = True
         self.is_cut = cut
 
@@ -116,7 +116,7 @@ class Source:
         return self._given_back + count <= GOING_BACK * self._place_in_response
 
     def give_back(self, text: str) -> None:
-        """Give back the text that was read last, which is then read anew."""
+        """Give back the text that was read last, which is then read again."""
         self._given_back += len(text)
         self._waiting.appendleft(self._window[self._place :])
         self._waiting.extendleft(reversed([text[at : at + SLICE] for at in range(0, len(text), SLICE)]))

@@ -146,14 +146,14 @@ def explain(options: argparse.Namespace) -> int:
 
 
 def doctor(options: argparse.Namespace) -> int:
-    """Print what this machine has, what a run can ask for here, and what to mend."""
+    """Print what is installed, what a run can use here, and what to fix."""
     from hybridflow.cli.doctor import show_machine
 
     return show_machine(as_json=options.json)
 
 
 def merge(options: argparse.Namespace) -> int:
-    """Write a checkpoint's actor as a Hugging Face folder, and upload it where that was asked for."""
+    """Write a checkpoint's actor as a Hugging Face folder, and upload it if requested."""
     from hybridflow.data.remote import HubUpload
     from hybridflow.errors import ConfigError
     from hybridflow.observability.logging_setup import setup_logging
@@ -213,7 +213,7 @@ def reward_test(options: argparse.Namespace) -> int:
 
 
 def try_environment(options: argparse.Namespace) -> int:
-    """Let a person, or a model, play one trajectory of an environment."""
+    """Run one trajectory of an environment with a person, or a model."""
     from hybridflow.cli.try_view import read_options, read_row, show_try
     from hybridflow.environments.load import load_environment
     from hybridflow.observability.logging_setup import setup_logging

@@ -58,7 +58,7 @@ TOGETHER = ("torch", "transformers", "tokenizers", "huggingface-hub", "numpy", "
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that somebody should know about this machine."""
+    """A finding about this machine that its user should know."""
 
     level: Level
     check: str
@@ -403,7 +403,7 @@ Section = tuple[str, tuple[str, ...], Sequence[tuple[str, ...]]]
 
 
 def show_machine(*, as_json: bool = False) -> int:
-    """Print what is here and what to mend; return 1 if training is impossible here, else 0."""
+    """Print what is installed and what to fix; return 1 if training is impossible here, else 0."""
     facts = Facts()
     found = findings(facts)
     shown = []

@@ -135,7 +135,7 @@ def _add_demo(words: Any) -> None:
 
 
 def _add_looking(words: Any) -> None:
-    """Add the commands that say what a run would be."""
+    """Add the commands that describe a run without starting it."""
     config = words.add_parser(
         "config", help="print the keys and values of a run, or with --explain its steps, processes and memory"
     )

@@ -31,6 +31,6 @@ def add_recipe(words: ArgumentParser, text: str) -> None:
 
 
 def put_flags_first(options: Namespace) -> None:
-    """Put what was given by Hydra's options before the overrides, where `config/recipes.py` reads it."""
+    """Put the values of Hydra's options before the overrides, where `config/recipes.py` reads it."""
     if getattr(options, "flags", None):
         options.overrides = [*options.flags, *options.overrides]

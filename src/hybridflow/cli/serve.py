@@ -108,7 +108,7 @@ def _add_limits(serve: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Check what is cheap to check, load the model, and serve until a signal comes."""
+    """Run the cheap checks, load the model, and serve until a signal comes."""
     from hybridflow.errors import ConfigError, install_extra
 
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]

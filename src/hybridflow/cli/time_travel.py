@@ -137,7 +137,7 @@ def reverify_command(options: argparse.Namespace) -> int:
 
 
 def show_judged(judged: Sequence[Judged]) -> None:
-    """Print a row for each step, with stored values beside those found anew."""
+    """Print a row for each step, with stored values beside the new ones."""
     heads = ("step", "rows", "scores changed", "mean score", "mean |advantage|", "loss at the start")
     table = Table(*heads, title="Stored → judged anew", title_justify="left")
     for one in judged:

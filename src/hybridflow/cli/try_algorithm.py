@@ -18,7 +18,7 @@ def add_try_algorithm(words: Any, overrides: str) -> None:
 
 
 def try_algorithm(options: argparse.Namespace) -> int:
-    """Print what the function gives; status 1 where something changes it that must not."""
+    """Print the result of the function; status 1 where an invariance check fails."""
     from hybridflow.config import PPOConfig
     from hybridflow.config.load import prepare_config
 

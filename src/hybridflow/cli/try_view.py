@@ -40,7 +40,7 @@ WRITTEN_CALL = re.compile(r"\s*([A-Za-z_]\w*)\(")
 
 
 def show_try(spec: str, options: Mapping[str, Any], seed: int, row: Mapping[str, Any]) -> None:
-    """Let a person play one trajectory. Raises ConfigError for what the environment raises."""
+    """Run one trajectory with a person. Raises ConfigError for what the environment raises."""
     environment = load_environment(spec, options, key="environment")()
     environment.seed = seed
     environment.step_seed = seed
@@ -49,7 +49,7 @@ def show_try(spec: str, options: Mapping[str, Any], seed: int, row: Mapping[str,
 
 
 class Game:
-    """One trajectory of an environment with a person; what the environment raises ends it with its place."""
+    """One trajectory of an environment with a person; an exception of the environment ends it."""
 
     def __init__(self, environment: Environment, runner: asyncio.Runner) -> None:
         self.environment = environment
@@ -122,7 +122,7 @@ class Game:
             raise ConfigError(f"{name}: {error}, as a run's {DEADLINE_KEY} would have it") from error
 
     def _wait_for(self, name: str, work: Coroutine[Any, Any, T]) -> T:
-        """Await a call, and show what is waited for."""
+        """Await a call, and show its name meanwhile."""
         words = f"waiting for {name}, at most {CALL_DEADLINE:g} s ({DEADLINE_KEY})"
         with progress.shown(), progress.phase(words):
             return self.runner.run(work)

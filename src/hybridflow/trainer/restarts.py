@@ -21,7 +21,7 @@ C = TypeVar("C", PPOConfig, SFTConfig)
 
 
 class Restarts(Generic[C]):
-    """What the next attempt of a run begins with."""
+    """What the next attempt of a run starts from."""
 
     def __init__(self, config: C) -> None:
         self.config: C = config
@@ -33,7 +33,7 @@ class Restarts(Generic[C]):
             self._saved_before = CheckpointStore(config.trainer.default_local_dir).newest_sequence()
 
     def after(self, lost: WorkerLost) -> None:
-        """Have the next attempt resume from what the run has saved itself; raise `lost` without another."""
+        """Set the next attempt to resume from what the run has saved itself; raise `lost` without another."""
         trainer = self.config.trainer
         if self._number == trainer.max_restarts:
             if trainer.max_restarts:

@@ -51,7 +51,7 @@ class Run:
     """Measures the sections of a step."""
 
     def resume(self, state: RunState) -> CheckpointStore:
-        """Go on from the checkpoint that `trainer.resume_mode` asks for; return the run's checkpoints."""
+        """Resume from the checkpoint that `trainer.resume_mode` asks for; return the run's checkpoints."""
         trainer = self.config.trainer
         with progress.phase("looking for a checkpoint"):
             store = open_store(trainer)
@@ -96,13 +96,13 @@ class Run:
 
 
 def _finish_copies(remote: RemoteCheckpoints, _: object, error: BaseException | None, *__: object) -> None:
-    """Wait for the copy that is under way, unless a second signal has ended the run at once."""
+    """Wait for the running copy, unless a second signal has ended the run at once."""
     if not (isinstance(error, Stopped) and error.at_once):
         remote.wait()
 
 
 def open_store(trainer: TrainerConfig | SFTTrainerConfig) -> CheckpointStore:
-    """Return the checkpoints of a run; where it has none, and may go on, the newest remote one is fetched.
+    """Return the checkpoints of a run; where it has none, and may resume, the newest remote one is fetched.
 
     Raises ConfigError where the remote place cannot be reached, CheckpointError where no copy can be had.
     """

@@ -55,7 +55,7 @@ class BatchSource(Resumable, Protocol):
         ...
 
     def publish(self, version: int) -> None:
-        """Push the weights, called `version` from now on, and return when everyone who generates has them."""
+        """Push the weights, called `version` from now on, and return when all engines have them."""
         ...
 
     def validating(self, version: int) -> AbstractContextManager[None]:
@@ -63,7 +63,7 @@ class BatchSource(Resumable, Protocol):
         ...
 
     def open_items(self) -> str:
-        """Return what is begun and not finished, for the message of an error; empty where nothing is."""
+        """Return the unfinished work, for the message of an error; empty where nothing is."""
         ...
 
     def idle_shares(self) -> dict[str, float]:

@@ -67,7 +67,7 @@ class RunSaves:
         engines: Mapping[str, SavedEngine],
         folders: Mapping[str, Fill],
     ) -> Path:
-        """Save a step after the save under way; gives where its checkpoint is, or will be once whole."""
+        """Save a step after the running save; gives where its checkpoint is, or will be once whole."""
         self.commit(store)
         self._begun = time.monotonic()
         fills = {name: self._fill(name, engine) for name, engine in engines.items()}
@@ -79,12 +79,12 @@ class RunSaves:
         return store.run_dir / f"{STEP_PREFIX}{step}"
 
     def commit_done(self, store: CheckpointStore) -> None:
-        """Commit a save under way once all ranks have written; called between steps, free without one."""
+        """Commit a running save once all ranks have written; called between steps, free without one."""
         if self._pending is not None and all(group.save_done() for group in self._writing.values()):
             self.commit(store)
 
     def commit(self, store: CheckpointStore) -> Path | None:
-        """Wait for the save that is under way, if any, and commit it.
+        """Wait for the running save, if any, and commit it.
 
         Raises CheckpointError with the role, the rank and the cause of a failure.
         """
@@ -109,7 +109,7 @@ class RunSaves:
         return path
 
     def abandon(self, store: CheckpointStore) -> None:
-        """Give up the save under way, if any; its folder goes when no one writes, or in `GIVE_UP_SECONDS`."""
+        """Give up the running save, if any; its folder goes when no one writes, or in `GIVE_UP_SECONDS`."""
         pending = self._pending
         self._pending = None
         if pending is None:
@@ -233,7 +233,7 @@ class RunState:
         return path
 
     def resume(self, store: CheckpointStore, mode: str, path: str | None) -> None:
-        """Go on from the checkpoint that `trainer.resume_mode` asks for, if there is one."""
+        """Resume from the checkpoint that `trainer.resume_mode` asks for, if there is one."""
         if mode == "disable":
             return
         if mode == "resume_path" and path:

@@ -85,7 +85,7 @@ def _lengths(line: Mapping[str, Any]) -> list[float]:
 
 
 def _trajectories(spans: Any) -> dict[str, dict[str, float]]:
-    """Return the seconds of each trajectory of a step by what it waited for."""
+    """Return the seconds of each trajectory of a step by cause of the wait."""
     lanes: dict[str, dict[str, float]] = {}
     for span in spans if isinstance(spans, list) else []:
         with suppress(TypeError, ValueError, AttributeError):  # a line of another program

@@ -147,7 +147,7 @@ class _Missing:
     def generate(
         self, rollout: RolloutGroup, agents: Agents, tokenizer: Tokenizer, told: Callable[[Answer], None]
     ) -> None:
-        """Have them answered; each answer is kept, and told, as soon as it is there."""
+        """Generate all answers, writing and reporting each as it finishes."""
         tokens = 0
         start = time.monotonic()
         total = len(self.requests)

@@ -75,7 +75,7 @@ def state_of(folder: Path) -> str:
 
 
 def evaluate(config: PPOConfig, subject: Subject, *, responses: Path | None = None) -> dict[str, Any]:
-    """Have the validation prompts answered in `trainer.default_local_dir`, where existing answers are
+    """Answer the validation prompts in `trainer.default_local_dir`, where existing answers are
     kept; score them all and write the results, which are returned. With `responses` nothing is scored: the
     rows of the data go into that file, with the answers to each, and the answers are counted.
 

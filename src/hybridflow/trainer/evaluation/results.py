@@ -181,7 +181,7 @@ class AnswerScores:
     def add(
         self, answer: Answer, prompt: Any, source: str, truth: Any, extra_info: Mapping[str, Any]
     ) -> None:
-        """Have an answer scored. One that failed, or has its environment's reward, is kept as it is.
+        """Submit an answer for scoring. One that failed, or has its environment's reward, is kept as it is.
 
         `prompt`, a text or messages, `source`, `truth` and `extra_info` are what the data say of its prompt.
         """

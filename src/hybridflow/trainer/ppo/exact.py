@@ -52,11 +52,11 @@ class ExactState:
         return self.batch_invariant and self.may_reuse and not self.reuse_ended
 
     def state_dict(self) -> dict[str, bool]:
-        """Return what a checkpoint keeps; the kernels are settled anew in each process."""
+        """Return the state for a checkpoint; the kernels are chosen again in each process."""
         return {"ended": self.reuse_ended}
 
     def load_state_dict(self, state: Mapping[str, bool]) -> None:
-        """Load what a checkpoint has kept."""
+        """Load the state of a checkpoint."""
         self.reuse_ended = state["ended"]
 
 

@@ -51,7 +51,7 @@ def add_reward_model(
     policy_tokenizer: Tokenizer,
     alone: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> None:
-    """Have the outcomes of the reward function completed by the reward model of `config`.
+    """Complete the reward function's outcomes by the reward model of `config`.
 
     `alone` is the context in which it has its devices for itself. Raises ModelError for a tokenizer without a
     chat template.

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OldOfStep:
-    """The old log-probs of one step, and what they ask of the rest of it."""
+    """The old log-probs of one step, and what the rest of the step has to do with them."""
 
     columns: DataProto
     """old_log_probs [B, R], and from a pass entropys and what the estimator needs, as remote columns."""
@@ -159,7 +159,7 @@ class OldLogProbs:
         return self.exact.reuses or (self.within is not None and worst <= self.within), metrics
 
     def after_update(self, old: OldOfStep, metrics: Metrics, step: int) -> None:
-        """Look at what the step's first mini-batch has measured.
+        """Check the measurements of the step's first mini-batch.
 
         With `exact=auto` a difference there brings the pass back.
         """
@@ -177,7 +177,7 @@ class OldLogProbs:
         self.exact.reuse_ended = True
 
     def _rows_to_check(self, batch: DataProto, plan: MiniBatchPlan | None, step: int) -> list[int]:
-        """Return `exact_check_rows` rows that the actor's version sampled, drawn anew each step.
+        """Return `exact_check_rows` rows that the actor's version sampled, drawn again each step.
 
         In exact mode they are drawn among the rows that the first update does not compare.
         """

@@ -369,7 +369,7 @@ OF_THE_WAY = (
 
 @dataclass
 class RunDiff:
-    """What two runs were found to differ in."""
+    """The differences found between two runs."""
 
     differences: list[Difference] = field(default_factory=list)
     """All differing keys, then the first difference of each further kind, in causal order."""
@@ -472,7 +472,7 @@ def _note_missing(
     saved: list[dict[int, Path]],
     found: RunDiff,
 ) -> None:
-    """Say which steps only one of the runs has something of."""
+    """Note the steps that only one of the runs has data of."""
     advice = {"metrics": "", "rows": f": {HOW_TO_KEEP}", "checkpoints": ": set trainer.save_freq"}
     lists = {
         "metrics": [set(steps) for steps in metrics],

@@ -45,7 +45,7 @@ PENALTY = "actor/reward_kl_penalty_coeff"
 
 @dataclass(frozen=True)
 class Judged:
-    """A step as the run judged it, beside the same rows judged anew."""
+    """A step as the run scored it, beside the same rows re-scored."""
 
     step: int
     num_rows: int

@@ -42,7 +42,7 @@ def rollout_axes(config: PPOConfig, world_size: int) -> tuple[tuple[str, int], .
 
 
 def dealt_by(actor: ActorConfig, parts: int) -> list[str]:
-    """Return the columns by which rows are dealt to `parts` ranks.
+    """Return the columns by which rows are sharded over `parts` ranks.
 
     With shared prompts rows are dealt by group, since only rows of one rank can share a prompt.
     """

@@ -35,7 +35,7 @@ class IdleShares:
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
-        """Count what is done in this context as a wait for rollouts."""
+        """Count the time in this context as a wait for rollouts."""
         if self._trainer is None:
             self._trainer = Occupancy("working", self._clock)
             self._before = self._measured(self._trainer)
@@ -120,7 +120,7 @@ class AheadSource(SyncSource):
         self.ledger.go_on_from(state["ledger"])
 
     def note_replayed(self, step: int, draws: Mapping[str, int]) -> None:
-        """Write into the ledger which groups of earlier steps are trained once more, and how often drawn."""
+        """Write into the ledger which groups of earlier steps are trained again, and how often drawn."""
         found = sorted((group_index(uid, self.groups_per_step), count) for uid, count in draws.items())
         with self._changed:
             self.ledger.append(*(Replayed(index, step=step - 1, draws=count) for index, count in found))
@@ -147,7 +147,7 @@ class AheadSource(SyncSource):
                 stop_token.check()
 
     def _fail(self, error: BaseException) -> None:
-        """Have the trainer's thread raise an error; only the first one counts."""
+        """Raise an error in the trainer's thread; only the first one counts."""
         while isinstance(error, BaseExceptionGroup):  # of tasks that ran side by side
             error = error.exceptions[0]
         with self._changed:

@@ -48,7 +48,7 @@ LOOK_SECONDS = 0.5
 
 @dataclass(frozen=True)
 class GroupResult:
-    """A group that has been played."""
+    """The result of a group."""
 
     index: int
     made: GroupRows
@@ -57,7 +57,7 @@ class GroupResult:
 
 @dataclass(frozen=True)
 class GroupResults:
-    """Groups that have been played since they were last asked for."""
+    """The results of groups since they were last collected."""
 
     groups: list[GroupResult]
     ticket: int
@@ -126,7 +126,7 @@ class Collector(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="collect")
     def collect(self, seconds: float) -> GroupResults:
-        """Return the groups that have been played, or wait at most `seconds` for the first.
+        """Return the finished groups, or wait at most `seconds` for the first.
 
         Raises what has made it impossible to play one.
         """
@@ -188,11 +188,11 @@ class Collectors:
         rollout.call(RolloutWorker.deliver_by, Delivery(group.backend.peers(group.role)))
 
     def end_traces(self) -> None:
-        """Have all traces sent; nothing is played afterwards."""
+        """Send all traces; no group runs afterwards."""
         self._group.call_list(Collector.end_traces)
 
     def run_groups(self, first_group: int, prompts: Sequence[PromptRow]) -> tuple[GroupRows, RolloutStats]:
-        """Have the groups of one generation batch run, which are numbered from `first_group`."""
+        """Run the groups of one generation batch, numbered from `first_group`."""
 
         async def run_all(client: LLMClient) -> list[GroupRows]:
             numbered = enumerate(prompts, first_group)
@@ -214,7 +214,7 @@ class Collectors:
         *,
         timed: bool = True,
     ) -> GroupRows:
-        """Have a group run by the collector of its index; its rows are light. A collector has its own
+        """Run a group on the collector of its index; its rows are light. A collector has its own
         `numbers` of requests.
 
         Raises what the collector raised, WorkerLost where it is lost, and ReplicaLost where the engines of

@@ -162,7 +162,7 @@ class ContinuousSource(AheadSource):
             return {**self.place(), **own, "groups_per_step": self.groups_per_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. Groups that were being generated are started anew.
+        """Resume from `state`. Groups that were being generated are restarted.
 
         CheckpointError where this run's steps are of another size, or its bound on staleness is too low for
         the groups that wait.
@@ -344,7 +344,7 @@ class ContinuousSource(AheadSource):
     # ---- in any thread
 
     def _tell(self) -> None:
-        """Have everyone look again who waits for something."""
+        """Notify all waits to check their conditions."""
         with self._changed:
             self._changed.notify_all()
         if self._loop is not None:

@@ -102,7 +102,7 @@ class Taken(Groups):
 
 @dataclass(frozen=True)
 class Published(Transition):
-    """Everyone who generates has the weights of step `version - 1`, whose groups are now trained."""
+    """All engines have the weights of step `version - 1`, whose groups are now trained."""
 
     version: int
 
@@ -129,7 +129,7 @@ class Replaced(Groups):
 
 @dataclass(frozen=True)
 class Replayed(Groups):
-    """Rows of groups in a batch of before that step `step` trains once more; exempt from "trained once"."""
+    """Rows of groups of an earlier batch that step `step` trains again; exempt from "trained once"."""
 
     step: int = field(kw_only=True)
     draws: int = 1
@@ -163,7 +163,7 @@ LISTED = 20
 
 
 class LedgerState:
-    """The state after all transitions so far; `apply` updates it at a cost that one line alone decides."""
+    """The state after all transitions so far; `apply` updates it at a cost that depends on one line only."""
 
     def __init__(self) -> None:
         self.version = 0

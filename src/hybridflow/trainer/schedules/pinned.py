@@ -107,7 +107,7 @@ class PinnedSource(AheadSource):
         return replace(made, rows=made.rows.select(), timings=made.timings | waited)
 
     def publish(self, version: int) -> None:
-        """Have the batches that are pinned to `version` generated with the actor's weights as they are now.
+        """Start the batches that are pinned to `version` with the actor's present weights.
 
         Where generation has its own processes, the weights wait until the batches of older ones are made.
         """
@@ -138,7 +138,7 @@ class PinnedSource(AheadSource):
 
     @contextmanager
     def validating(self, version: int) -> Iterator[None]:
-        """Let the engines answer a validation under `version`, once the batches of older ones are made."""
+        """Run a validation under `version`, once the batches of older ones are made."""
         if not self.disaggregated:
             yield
             return

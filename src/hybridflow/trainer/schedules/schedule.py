@@ -77,7 +77,7 @@ class Schedule:
         return version + self.max_staleness
 
     def holds(self, step: int, taken: int, active: Mapping[int, int]) -> bool:
-        """Say whether all active groups can be trained in time; arguments are those of `choose`."""
+        """Return whether all active groups can be trained in time; arguments are those of `choose`."""
         return all(due <= room for _, due, room in self._due(step, taken, active))
 
     def latest_deadline(self, step: int, taken: int, active: Mapping[int, int]) -> float:

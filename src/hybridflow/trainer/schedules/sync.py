@@ -43,7 +43,7 @@ sets no limit.
 
 @dataclass(frozen=True)
 class SourceParts:
-    """What every source of training rows is made of."""
+    """The parts of every source of training rows."""
 
     loader: StatefulLoader[PromptRow]
     pipeline: RolloutPipeline

@@ -64,7 +64,7 @@ class RewardManager:
         self._shown = False
 
     def add_scorer(self, around: Callable[[Scorer], Scorer]) -> None:
-        """Have the outcomes completed by a further scorer, which is given the present one."""
+        """Add a scorer that completes the outcomes; it is given the present one."""
         self._scorer = around(self._scorer)
 
     def open(self) -> RewardSession:
@@ -160,7 +160,7 @@ class RewardSession:
         self._rows: list[ScoreRequest] = []
 
     def add(self, place: int, row: ScoreRequest) -> None:
-        """Have one more row scored, the one at `place` of the batch."""
+        """Submit one more row for scoring, the one at `place` of the batch."""
         self._places.append(place)
         self._rows.append(row)
         self._scoring.add(row)

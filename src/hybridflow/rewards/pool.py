@@ -130,7 +130,7 @@ class RewardPool:
         return self._mode == "batch"
 
     def submit(self, requests: Sequence[ScoreRequest]) -> futures.Future[list[Outcome]]:
-        """Have a request scored, or all where a manager does; to cancel the future ends what is under way."""
+        """Submit a request, or all where a manager scores; cancelling the future ends its scoring."""
         return self._submit(self._score(requests))
 
     def close(self) -> None:
@@ -150,7 +150,7 @@ class RewardPool:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     async def _start(self, setup: bytes) -> None:
-        """Have every worker load the function."""
+        """Load the function in every worker."""
         factory = "hybridflow.rewards.call:load"
         deadline_s = self._start_timeout
         try:
@@ -241,7 +241,7 @@ class RewardPool:
         return Outcome(error=error.type_name, detail=error.traceback_text, seconds=seconds)
 
     async def _serve(self, worker: Hosted) -> None:
-        """Keep up to ASYNC_SLOTS samples under way in a worker."""
+        """Keep up to ASYNC_SLOTS samples running in a worker."""
         tickets = itertools.count()
         flights: dict[int, _Flight] = {}
         while True:
@@ -272,7 +272,7 @@ class RewardPool:
         return [flight for flight in taken if not flight.outcome.done()]
 
     async def _find_out(self, worker: Hosted, flights: Sequence[_Flight], error: CallFailed) -> None:
-        """Settle samples whose worker was lost: a single one is to blame, several are tried one by one."""
+        """Settle samples whose worker was lost: a single one is the cause, several are retried one by one."""
         if len(flights) == 1 and not isinstance(error, CallRaised):
             flights[0].settle(self._blamed(error, time.monotonic() - flights[0].started))
             return
@@ -282,7 +282,7 @@ class RewardPool:
 
 
 class _PoolScoring:
-    """Requests under way in a pool."""
+    """Running requests of a pool."""
 
     def __init__(self, pool: RewardPool) -> None:
         self._pool = pool

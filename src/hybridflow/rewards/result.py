@@ -78,13 +78,13 @@ class OpenScoring(Protocol):
     """Requests that are scored while more of them come."""
 
     def add(self, request: ScoreRequest) -> None:
-        """Have one more request scored."""
+        """Submit one more request."""
 
     def outcomes(self) -> list[Outcome]:
         """Wait for all outcomes; return them in the order in which the requests came."""
 
     def close(self) -> None:
-        """End what is under way, unless all outcomes are there."""
+        """End running requests, unless all outcomes are there."""
 
 
 class Scorer(Protocol):

@@ -117,7 +117,7 @@ TopTokens = list[tuple[int, float]]
 
 @dataclass(frozen=True)
 class PartialResponse:
-    """What a request has of its response already; RolloutError for tuples that are not equally long."""
+    """The part of its response that a request has; RolloutError for tuples that are not equally long."""
 
     token_ids: tuple[int, ...] = ()
     log_probs: tuple[float, ...] = ()
@@ -185,7 +185,7 @@ class GenerationRequest:
 
     @property
     def deal_key(self) -> Units:
-        """Requests of one prompt stay together when they are dealt to replicas: they share its prefill."""
+        """Requests of one prompt stay together when distributed over replicas: they share its prefill."""
         return self.prompt.key
 
     @property
@@ -352,7 +352,7 @@ class WeightSource(Protocol):
 
 
 class EngineSession(Protocol):
-    """An engine at work: requests join and leave between two steps. One thread at a time calls it."""
+    """A session of an engine: requests join and leave between two steps. One thread at a time calls it."""
 
     @property
     def policy_version(self) -> int:
@@ -392,7 +392,7 @@ class EngineSession(Protocol):
 
 @runtime_checkable
 class SharedModule(Protocol):
-    """Face of the engines that generate with a module of ours, which may be the one that trains."""
+    """Interface of the engines that generate with a module of ours, which may be the one that trains."""
 
     policy: PolicyModel
 

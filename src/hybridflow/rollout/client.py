@@ -53,7 +53,7 @@ class Replica(Protocol):
 
     @property
     def waiting(self) -> int:
-        """Requests that had no room in the engine when it was last looked at."""
+        """Requests that had no room in the engine at its last report."""
         ...
 
     @property
@@ -150,7 +150,7 @@ class LLMClient:
             self._leave(replica, request, answer)
 
     async def abort(self, request_ids: Iterable[int]) -> None:
-        """End these requests, unknown ones aside; who awaits them gets what there is, reason "abort"."""
+        """End these requests, unknown ones aside; their callers get the tokens so far, reason "abort"."""
         known = [one for one in request_ids if one in self._where]
         for replica in self.replicas:
             if ids := [one for one in known if self._where[one] is replica]:

@@ -50,7 +50,7 @@ IDLE_SECONDS = 10.0
 
 
 class ReplicaLost(RolloutError):
-    """The replica that served a request died or was closed; the message names it and says of what."""
+    """The replica that served a request died or was closed; the message names it and the cause."""
 
 
 class Tap(Protocol):
@@ -120,7 +120,7 @@ class _Ticket:
 
 @dataclass(frozen=True)
 class _Change:
-    """Something to be done between two steps."""
+    """A change to be made between two steps."""
 
     work: Callable[[], None]
     preempts: bool
@@ -129,7 +129,7 @@ class _Change:
 
 @dataclass(frozen=True)
 class Commands:
-    """What callers want of a replica since it was asked last, the same on all of its ranks."""
+    """The commands of callers since the last step, the same on all ranks of the replica."""
 
     joined: tuple[GenerationRequest, ...] = ()
     aborted: tuple[int, ...] = ()
@@ -268,7 +268,7 @@ class EngineReplica:
         return [ticket.answer for ticket in tickets]
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """End these requests, unknown ones aside, after the running step: they get what they have."""
+        """End these requests, unknown ones aside, after the running step: they return their tokens so far."""
         with self._changed:
             self._aborts.update(request_ids)
             self._changed.notify_all()
@@ -351,7 +351,7 @@ class EngineReplica:
         return "" if frame is None else "".join(traceback.format_stack(frame))
 
     def forget(self, failure: str) -> None:
-        """Have all requests without an answer end; their callers get ReplicaLost at once."""
+        """End all requests without an answer; their callers get ReplicaLost at once."""
         with self._changed:
             left = self._tickets
             self._tickets = {}

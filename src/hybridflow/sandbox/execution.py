@@ -104,7 +104,7 @@ def run_execution(channel: socket.socket, room: Room, proc: int) -> None:
 
 
 class _Watch:
-    """Looks after one program."""
+    """Supervises one program."""
 
     def __init__(
         self, child: int, outputs: list[_Output], limits: dict[str, Any], proc: int, began: float

@@ -139,7 +139,7 @@ PREFIX = "training/off_policy"
 
 @dataclass(frozen=True)
 class OffPolicy:
-    """What is to be measured of a batch; what is None is not."""
+    """Which off-policy metrics of a batch to compute; None disables one."""
 
     check: LogProbCheck | None = None
     """Set where the actor's pass has given the old log-probs: they are compared with the rollout's."""

@@ -54,7 +54,7 @@ Deliver = Callable[[int, GenerationOutput], None]
 
 @dataclass(frozen=True)
 class FinishedOutputs:
-    """Outputs that have finished since they were last asked for."""
+    """Outputs that have finished since the last poll."""
 
     outputs: list[GenerationOutput]
     silence: float
@@ -106,7 +106,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
     def submit(self, requests: Sequence[GenerationRequest], kind: Kind = "main", opening: int = 0) -> None:
-        """Have requests join before the next step, all before the same one.
+        """Add requests before the next step, all before the same one.
 
         `opening` numbers the times that the driver takes requests of a kind: `collect` gives their outputs to
         the same one only, so that what is left of one never answers a later request of the same number.
@@ -116,7 +116,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
     def abort(self, request_ids: Sequence[int], kind: Kind = "main") -> None:
-        """Have requests end with what they have; unknown ones are passed over."""
+        """End requests with their tokens so far; unknown ones are ignored."""
         self._replica(kind).abort(request_ids)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
@@ -131,7 +131,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
     def end_poll(self, kind: Kind = "main", opening: int = 0) -> None:
-        """Have `collect` return at once."""
+        """Make `collect` return at once."""
         self._outbox(kind, opening).put(None)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
@@ -176,7 +176,7 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def resume(self, kind: Kind = "main", opening: int = 0, *, closed: bool = False) -> None:
-        """Have the engine stepped for the requests of a kind, as `EngineReplica.resume` explains.
+        """Step the engine for the requests of a kind, as `EngineReplica.resume` explains.
 
         All ranks of the role are resumed together: they fetch weights and send them to each other.
         """

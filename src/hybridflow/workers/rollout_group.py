@@ -105,7 +105,7 @@ class ReplicaSet:
 
     @contextmanager
     def opened(self) -> Iterator[LLMClient]:
-        """Let the replicas take requests in this context; afterwards nothing of them is left anywhere.
+        """Open the replicas for requests in this context; afterwards none of these are left.
 
         RolloutError where an engine of several ranks has failed before.
         """
@@ -145,7 +145,7 @@ class ReplicaSet:
         total: int | None = None,
         finished: Finished | None = None,
     ) -> RolloutStats:
-        """Have the engines stepped, and hand their outputs out, until it is `over`; return their counts.
+        """Step the engines and deliver their outputs until `over`; return their counts.
 
         With `closed` the engines have all requests already. For the display, there will be `total` outputs.
         Where the engines fail, all requests without an answer fail with them.
@@ -182,13 +182,13 @@ class ReplicaSet:
         return RolloutStats.join(self._stats, together=False)
 
     def wake(self) -> None:
-        """Have `serve` look at once whether it is over."""
+        """Make `serve` check at once whether it is over."""
         with suppress(WorkerError):  # it is lost, which `serve` raises
             self._group.call_one(0, RolloutWorker.end_poll, self._kind, self._opening)
 
     @contextmanager
     def set_aside(self) -> Iterator[None]:
-        """Have the requests wait in this context: what was begun of them goes on afterwards."""
+        """Pause the requests in this context; partial responses are continued afterwards."""
         with self._lock:
             self._holds += 1
         try:
@@ -203,9 +203,7 @@ class ReplicaSet:
 
     @contextmanager
     def weights_change(self) -> Iterator[None]:
-        """Have the clock of deadlines stand in this context, while weights change; it is not left before
-        they have.
-        """
+        """Stop the clock of deadlines in this context, which lasts until the weights have changed."""
         with self._lock:
             before = self._occupancy.be("paused")
             try:
@@ -346,7 +344,7 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         return self._main.serve(over)
 
     def wake(self) -> None:
-        """Have `serve` end if it is over by now; any thread may call this."""
+        """End `serve` if it is over by now; any thread may call this."""
         self._main.wake()
 
     def generate(
@@ -397,7 +395,7 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         return self._main.set_aside()
 
     def break_off(self) -> None:
-        """Have `generate` or `serve` in another thread end; requests without an answer get ReplicaLost."""
+        """End `generate` or `serve` in another thread; requests without an answer get ReplicaLost."""
         self._main.lose(RolloutError("it was broken off"))
         self._main.wake()
 
@@ -476,7 +474,7 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
 
     @contextmanager
     def _taking(self, version: int) -> Iterator[None]:
-        """Have the replicas take weights of this version in this context, which they then have."""
+        """Mark the replicas as taking weights of this version; after the context they have it."""
         try:
             with self._main.weights_change(), self._between.weights_change():
                 yield

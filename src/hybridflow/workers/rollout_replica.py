@@ -59,7 +59,7 @@ class WorkerReplica:
 
     @property
     def waiting(self) -> int:
-        """Requests that had no room in the engine when it was last looked at; each time it is asked anew."""
+        """Requests that had no room in the engine at its last report; each access asks for a new one."""
         with suppress(WorkerError):  # it is lost, which waits for its answers raise
             if self._looked is not None and self._looked.done():
                 looked = self._looked
@@ -118,7 +118,7 @@ class WorkerReplica:
             self._send()
 
     def _send(self) -> None:
-        """Send what was submitted; where that fails, all requests without an answer fail."""
+        """Send the submitted requests; where that fails, all requests without an answer fail."""
         try:
             with self._lock:
                 requests = self._unsent
@@ -138,7 +138,7 @@ class WorkerReplica:
             self._sent.result()
 
     def abort(self, request_ids: Iterable[int]) -> None:
-        """End these requests with what they have; unknown ones are passed over."""
+        """End these requests with their tokens so far; unknown ones are ignored."""
         with suppress(WorkerError):  # it is lost, and with it what was to end
             self._send()
             self._group.call_one(self.rank, RolloutWorker.abort, list(request_ids), self._kind)

@@ -112,7 +112,7 @@ class StatefulWorker(Worker):
         self.engine.export_hf(folder, with_weights=with_weights)
 
     def _held(self) -> dict[str, Tensor]:
-        """Return the parameters of which this rank holds something, by name."""
+        """Return the parameters that this rank holds a part of, by name."""
         model: dict[str, Tensor] = self.engine.state_dict()["model"]
         return {name: tensor for name, tensor in model.items() if not is_absent(tensor)}
 

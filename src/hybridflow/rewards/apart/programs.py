@@ -19,7 +19,7 @@ from hybridflow.rewards.apart.decoding import ERRORS, PLAIN, dict_of, read
 
 @dataclass(frozen=True)
 class Program:
-    """A program to run, and the function that says of each of its cases whether its output passes."""
+    """A program to run, and the function that decides for each case whether the output passes."""
 
     code: str
     stdin: str

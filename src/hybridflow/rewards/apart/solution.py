@@ -54,7 +54,7 @@ class Solution:
         self.writing.flush()
 
     def answer(self, request: dict[str, Any]) -> None:
-        """Compute what a request asks for, and send it."""
+        """Compute the answer to a request, and send it."""
         try:
             reply = self.reply(request)
         except BaseException as error:

@@ -290,7 +290,7 @@ class Peer:
             os._exit(1)
 
     def ask(self, what: str, facts: Facts | None, positional: Any = (), named: Any = (), **more: Any) -> Any:
-        """Return what the solution answers to a request, or raise what it has raised.
+        """Return the answer of the solution to a request, or raise its exception.
 
         Where the solution has ended this process ends too: no test takes that for an exception.
         """

@@ -127,7 +127,7 @@ class Row:
 
 @dataclass(eq=False)
 class Choice:
-    """Tokens that some rows were given in one go, on their way to the host."""
+    """Tokens sampled for some rows in one step, on their way to the host."""
 
     rows: list[Row]
     slots: NDArray[np.int64]

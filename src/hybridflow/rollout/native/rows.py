@@ -203,7 +203,7 @@ class RowTable:
         self._fill_edits(rows)
 
     def _changed(self) -> None:
-        """Forget what is known of the rows together."""
+        """Invalidate the cached facts about the rows together."""
         self.place = next(_PLACES)
         self._slots = None
         self._plans.clear()

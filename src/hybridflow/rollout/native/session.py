@@ -450,7 +450,7 @@ class Session:
         return left
 
     def _take_back(self, rows: Sequence[Row]) -> None:
-        """Set rows back to the tokens that the host knows; what they were given since is forgotten."""
+        """Set rows back to the tokens that the host knows; later tokens are discarded."""
         for choice in self._choices:
             choice.forget(set(rows))
         self.cache.take_back(*self.rows.take_back(rows))

@@ -106,7 +106,7 @@ def decode_rows(
 
 
 def record_routes(policy: PolicyModel, cache: KVCache, layout: SpanLayout, count: int) -> Callable[[], None]:
-    """Let a pass over `count` tokens record its routes, if the cache has a place for them.
+    """Record the routes of a pass over `count` tokens, if the cache has a place for them.
 
     The function that is returned puts them there, beside the keys and values of the tokens.
     """

@@ -290,7 +290,7 @@ class OpenAISession:
         return outputs
 
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
-        """End requests by closing their connections; what they had so far is the server's and is lost."""
+        """End requests by closing their connections; their tokens so far are with the server and are lost."""
         return [aborted(self._requests.pop(number)) for number in self.calls.cancel(set(request_ids))]
 
     def so_far(self, since: Mapping[int, int]) -> list[PartialOutput]:

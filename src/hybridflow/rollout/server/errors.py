@@ -20,7 +20,7 @@ ANTHROPIC_KINDS = {**KINDS, 413: "request_too_large", 503: "overloaded_error", 5
 
 
 class ApiError(Exception):
-    """Answer that is no success: its status, the reason, and the field that is to blame."""
+    """An error response: its status, the reason, and the field that is at fault."""
 
     def __init__(
         self, status: int, message: str, *, param: str | None = None, code: str | None = None

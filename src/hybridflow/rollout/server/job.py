@@ -54,7 +54,7 @@ class ToolUse:
 
 @dataclass(frozen=True)
 class Job:
-    """One HTTP request that was checked."""
+    """One validated HTTP request."""
 
     body: SamplingBody
     """The request, which also says how it is to be answered."""

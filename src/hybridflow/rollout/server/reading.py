@@ -164,7 +164,7 @@ class ChoiceReader:
         return parts
 
     def _last_parts(self, cut: bool) -> list[str | ToolCall]:
-        """Return what was held back, and warn where a response without calls has some in another format."""
+        """Return the held-back parts, and warn where a response without calls has some in another format."""
         parser = self._parser
         name = self.job.tools.parser
         if parser is None or name is None:

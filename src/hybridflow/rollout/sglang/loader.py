@@ -92,7 +92,7 @@ def install() -> None:
 
 
 def give_seeds(batch_info: Any) -> None:
-    """Let every batch hold the seeds of its rows, which SGLang sets only in its deterministic mode."""
+    """Give every batch the seeds of its rows, which SGLang sets only in its deterministic mode."""
     plain = batch_info.from_schedule_batch.__func__
 
     def from_schedule_batch(cls: Any, batch: Any, vocab_size: int) -> Any:

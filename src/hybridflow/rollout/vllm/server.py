@@ -54,7 +54,7 @@ class Server(Served, AdapterRunner):
         return facts
 
     def _name_adapter(self) -> None:
-        """Let the server know the adapter's name; its weights and the base are pushed later."""
+        """Register the adapter's name with the server; its weights and the base are pushed later."""
         self._call("hybridflow_forget")  # what is below those of an earlier run may be another model
         folder = self._call("hybridflow_empty_adapter")[0]["folder"]
         body = {"lora_name": ADAPTER_NAME, "lora_path": folder}

@@ -76,7 +76,7 @@ class Writer(ABC):
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of the buffer."""
+        """Release the buffer."""
 
 
 class Reader:
@@ -89,7 +89,7 @@ class Reader:
         return self.buffer[:size]
 
     def close(self) -> None:
-        """Let go of the buffer."""
+        """Release the buffer."""
 
 
 class SharedMemoryWriter(Writer):
@@ -188,11 +188,11 @@ class _GroupEnd:
             self._group = dist.ProcessGroupGloo(store, rank, world, timedelta(seconds=timeout))
 
     def rest(self) -> None:
-        """Let go of the buffer until the next push, and keep the group."""
+        """Release the buffer until the next push, and keep the group."""
         self.buffer = self.buffer.new_empty(0)
 
     def close(self) -> None:
-        """Let go of the group."""
+        """Release the group."""
         self._group = None
         self._tunnel.close()
 
@@ -291,7 +291,7 @@ class GroupReader(_GroupEnd, Reader):
 
 @contextmanager
 def _failures_explained() -> Iterator[None]:
-    """Turn what a process group raises, where its peers are gone or late, into a RolloutError."""
+    """Turn errors of a process group whose peers are gone or late into a RolloutError."""
     try:
         yield
     except RuntimeError as error:

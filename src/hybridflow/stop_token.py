@@ -85,7 +85,7 @@ class StopToken:
             raise Stopped(self._number, progress.place())
 
     def check(self) -> None:
-        """Raise Stopped if a signal has come and what is being done can be thrown away.
+        """Raise Stopped if a signal has come and the present work can be discarded.
 
         Loops call it between two items. In other threads than the main one it does nothing.
         """
@@ -112,7 +112,7 @@ class StopToken:
 
     @contextmanager
     def breakable(self) -> Iterator[None]:
-        """Let a signal end what is awaited in this context, which does no harm; in the main thread only."""
+        """Let a signal interrupt the await in this context, where that is safe; in the main thread only."""
         if threading.current_thread() is not threading.main_thread():
             yield
             return

@@ -27,7 +27,7 @@ class StopTraining(Exception):
 
 
 class Callback:
-    """Base class of listeners; write the methods that you want.
+    """Base class of callbacks; write the methods that you want.
 
     A method that returns True ends the run in order. What a callback raises ends the run too, after the last
     whole step is saved, as a ConfigError that names the callback.
@@ -100,7 +100,7 @@ def as_callbacks(callbacks: Callbacks) -> list[Any]:
 
 
 class CallbackTracker(Tracker):
-    """The listeners of a run as one tracker.
+    """The callbacks of a run as one tracker.
 
     `error` has what a callback has raised: the run is ended in order first.
     """

@@ -275,7 +275,7 @@ def _outside_event_loop() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows that are in memory, and the name of the argument that they came by."""
+    """Rows that are in memory, and the name of the argument that they were given as."""
 
     argument: str
     rows: Sequence[Any]

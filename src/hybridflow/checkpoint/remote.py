@@ -71,7 +71,7 @@ class RemoteCheckpoints:
             ) from error
 
     def start(self, folder: Path) -> None:
-        """Begin to copy a whole checkpoint, after the copy that is under way."""
+        """Start to copy a whole checkpoint, after the running copy."""
         self.wait()
         self._copying = folder.name
         self._moved = time.monotonic()
@@ -81,7 +81,7 @@ class RemoteCheckpoints:
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait for the copy that is under way, if any; one that does not get on is given up."""
+        """Wait for the running copy, if any; one that makes no progress is given up."""
         thread = self._thread
         if thread is None:
             return
@@ -184,7 +184,7 @@ class RemoteCheckpoints:
             self._remove(f"{self._root}/{name}")
 
     def _remove(self, folder: str) -> None:
-        """Remove a copy, its manifest first: what is left if that is broken off does not count."""
+        """Remove a copy, its manifest first, so that the rest does not count if this is interrupted."""
         if self._files.exists(f"{folder}/{MANIFEST}"):
             self._files.rm_file(f"{folder}/{MANIFEST}")
         if self._files.exists(folder):

@@ -354,7 +354,7 @@ def _target(name: str, saved: SavedTensor, place: Tensor | None, neighbours: lis
 
 
 def _here(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return the tensors of which this rank holds something."""
+    """Return the tensors that this rank holds a part of."""
     return {name: tensor for name, tensor in tensors.items() if not is_absent(tensor)}
 
 

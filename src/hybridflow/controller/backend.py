@@ -34,7 +34,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class Source:
-    """The call that a future belongs to: its dispatch rule, its mesh, and how it was dealt."""
+    """The call that a future belongs to: its dispatch rule, its mesh, and how it was sharded."""
 
     dispatch: Dispatch
     mesh: MeshInfo

@@ -46,7 +46,7 @@ class MeshInfo:
 
     @cached_property
     def num_parts(self) -> int:
-        """The number of parts into which rows are dealt."""
+        """The number of parts into which rows are sharded."""
         if not self.axes:
             return self.world_size
         return math.prod(size for name, size in self.axes if name not in SHARED_ROWS)

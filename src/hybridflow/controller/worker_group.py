@@ -183,7 +183,7 @@ class WorkerGroup(Generic[W]):
     def _deal(
         self, way: str, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[Dispatch, ShardedCall]:
-        """Return a method's rule, and the arguments as it deals them. Of rows, only the columns that the
+        """Return a method's rule, and the arguments as it shards them. Of rows, only the columns that the
         method reads are sent, and of those that are remote the places alone.
 
         Raises AssertionError where this way of calling does not fit the rule.

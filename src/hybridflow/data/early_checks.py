@@ -65,7 +65,7 @@ SOURCE_ROWS = 2_000_000
 
 @dataclass(frozen=True)
 class SplitFacts:
-    """The facts about the files of one split, as far as they can be told quickly."""
+    """The facts about the files of one split, as far as they are found quickly."""
 
     key: str
     """data.train_files, data.val_files, or data.task.name"""

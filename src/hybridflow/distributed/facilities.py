@@ -26,11 +26,11 @@ class Recorder(Protocol):
     """Recorder of functions that work only on the device, on tensors that stay where they are."""
 
     def record(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Run `run`, perhaps often; return a function that fills and returns the same tensor once more."""
+        """Run `run`, perhaps often; return a function that fills and returns the same tensor again."""
         ...
 
     def forget(self) -> None:
-        """Free what was recorded: it is not replayed any longer."""
+        """Free the recorded functions, which are not replayed any longer."""
         ...
 
 
@@ -72,7 +72,7 @@ class Facilities:
         self._lacks("records no history of its memory", "profilers")
 
     def write_memory_history(self, path: str) -> None:
-        """Write what was recorded to a file, and end the recording."""
+        """Write the recording to a file, and end it."""
         self._lacks("records no history of its memory", "profilers")
 
     def start_capture_range(self) -> None:

@@ -73,7 +73,7 @@ class ParallelLayout:
 
     @property
     def data(self) -> int:
-        """Number of parts that the rows are dealt into."""
+        """Number of parts that the rows are sharded into."""
         return self.dp_replicate * self.dp_shard // self.cp
 
     def axes(self) -> tuple[tuple[str, int], ...]:

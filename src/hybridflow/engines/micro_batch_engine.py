@@ -334,7 +334,7 @@ class NonfiniteGuard:
 
 
 def _cause(batch: DataProto, outputs: Mapping[str, int]) -> str:
-    """Return what is known of why a step is not finite, as sentences that say where to look."""
+    """Return the known causes of a non-finite step, as sentences that say where to look."""
     for name, where, value in _odd_entries(batch):
         if _is_log_prob(name):
             return f"{name} is {value} at {where}. {_ODD_LOG_PROB}"

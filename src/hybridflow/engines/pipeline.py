@@ -46,7 +46,7 @@ from hybridflow.protocol import DataProto
 
 
 class Pass(NamedTuple):
-    """A micro-batch's way through one part of the model, forward or backward."""
+    """A micro-batch's pass through one part of the model, forward or backward."""
 
     forward: bool
     part: int
@@ -208,7 +208,7 @@ class PipelineEngine(FSDPEngine):
 
 
 class _Run:
-    """One way of all micro-batches through the parts of a rank."""
+    """One pass of all micro-batches through the parts of a rank."""
 
     def __init__(
         self,
@@ -257,7 +257,7 @@ class _Run:
             yield each
 
     def _receive(self, each: Pass) -> Receipt | None:
-        """Begin to receive what a pass needs from another stage; None where it needs nothing."""
+        """Start to receive the input of a pass from another stage; None where it needs nothing."""
         stage = self.engine.stage
         part = stage.parts[each.part]
         if (each.forward and part.is_first) or (not each.forward and part.is_last):

@@ -41,7 +41,7 @@ TOLERANCE = 1e-5
 
 @dataclass(frozen=True)
 class Check:
-    """Something that must not change a result, and by how much it did."""
+    """A change that must not alter a result, and by how much it did."""
 
     meaning: str
     problem: str

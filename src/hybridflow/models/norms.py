@@ -17,7 +17,7 @@ from torch.nn.functional import rms_norm
 
 
 def join_norms(module: nn.Module) -> None:
-    """Let the norms in a module whose formula is weight · x / sqrt(mean(x²) + eps) be one operation."""
+    """Fuse the norms in a module whose formula is weight · x / sqrt(mean(x²) + eps) into one operation."""
     for child in module.modules():
         kind: Any = type(child)
         joined = _joined(kind)

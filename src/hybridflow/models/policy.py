@@ -211,7 +211,7 @@ class PolicyModel(nn.Module):
         return HeadInputs(states, weight, bias, self.transform)
 
     def follow_routes(self) -> Routing:
-        """Let routes be recorded and replayed from now on; ModelError for a model without routers."""
+        """Enable recording and replay of routes; ModelError for a model without routers."""
         if self.routing is None:
             self.routing = Routing(self.hf, self.config)
         return self.routing
@@ -284,7 +284,7 @@ def use_attention(hf: PreTrainedModel) -> None:
 
 
 def choose_attention(hf: PreTrainedModel, name: str) -> None:
-    """Let the layers that read tokens use the attention `name`; a tower uses PyTorch's own."""
+    """Set the attention of the layers that read tokens to `name`; a tower uses PyTorch's own."""
     if reads_media(hf.config):
         hf.set_attn_implementation({"": name, "text_config": name, "vision_config": "sdpa"})
     else:

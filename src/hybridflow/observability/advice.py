@@ -391,7 +391,7 @@ class AdviceWatch:
         self._said: dict[str, int] = {}
 
     def look(self, metrics: Mapping[str, float], step: int) -> list[Advice]:
-        """Return what is due to be said after this step: alarms, or hints where there is no alarm."""
+        """Return the advice that is due after this step: alarms, or hints where there is no alarm."""
         self.history.add(metrics)
         alarms, hints = find_advice(self.history)
         due = []

@@ -42,7 +42,7 @@ if not console.is_terminal:
 
 
 def setup_logging(level: str = "INFO", *, rich: bool | None = None) -> None:
-    """Send log lines to the terminal (`rich=None`: if stdout is one), instead of what was set up before.
+    """Send log lines to the terminal (`rich=None`: if stdout is one), in place of the earlier setup.
 
     Raises ConfigError for a level that `logging` does not know.
     """
@@ -67,7 +67,7 @@ def setup_logging(level: str = "INFO", *, rich: bool | None = None) -> None:
 
 
 def quieten_third_parties() -> None:
-    """Let talkative libraries report only errors; their own environment variables win where they are set."""
+    """Silence verbose libraries but for errors; their own environment variables win where they are set."""
     # transformers and huggingface_hub give their loggers a handler and a level when they are first imported,
     # so the variables must stand before that
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")

@@ -50,7 +50,7 @@ class NotebookView(Tracker):
         self._output.update(self._html(self.render()))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Keep what the tables show."""
+        """Keep the rows of the tables."""
         if any(field.value(metrics) is not None for field in FIELDS):
             self._steps = dict(list({**self._steps, step: metrics}.items())[-MAX_ROWS:])
             self._done = step

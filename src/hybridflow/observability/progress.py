@@ -71,7 +71,7 @@ def duration(seconds: float) -> str:
 
 
 class Display(Protocol):
-    """What shows a Progress, from `start` to `stop`."""
+    """A view of a Progress, from `start` to `stop`."""
 
     def start(self) -> None: ...
 
@@ -182,7 +182,7 @@ class Progress:
 
     @contextmanager
     def shown(self, display: Display | None = None) -> Iterator[None]:
-        """Show what is being done inside the context, unless that is shown already.
+        """Show the open phases inside the context, unless they are shown already.
 
         None: on the console, as a line that moves where it is a terminal.
         """
@@ -220,7 +220,7 @@ class Progress:
 
 
 class _StatusLine:
-    """A line at the bottom of a terminal that moves. It gives way to a debugger for good."""
+    """A live status line at the bottom of a terminal; hidden for good once a debugger starts."""
 
     def __init__(self, progress: Progress) -> None:
         self._live = Live(
@@ -250,7 +250,7 @@ class _StatusLine:
 
 
 class _Heartbeat(logging.Handler):
-    """A log line where nothing else was said for a while, for pipes and log files.
+    """A log line where nothing else was logged for a while, for pipes and log files.
 
     It hears every log line, so that silence is counted from the last one.
     """
@@ -282,7 +282,7 @@ class _Heartbeat(logging.Handler):
             self.say_if_due()
 
     def say_if_due(self) -> None:
-        """Log what is being done if the silence has lasted long enough."""
+        """Log the open phases if nothing was logged for long enough."""
         now = self.progress.clock()
         early = now - self._started < EARLY_SECONDS
         longest = EARLY_SILENCE if early else LATE_SILENCE

@@ -67,7 +67,7 @@ class RunLog(logging.Handler):
             self._waiting.append(line)
 
     def close(self) -> None:
-        """Let the file go."""
+        """Close the file."""
         self._end()
         super().close()
 

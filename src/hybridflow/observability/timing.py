@@ -180,7 +180,7 @@ class Timer:
 
 
 class Occupancy:
-    """Measures how long a thing is in which state; any thread may call the methods."""
+    """Measures how long a resource is in each state; any thread may call the methods."""
 
     def __init__(self, state: str, clock: Callable[[], float] = time.perf_counter) -> None:
         """`state` is the first one, from now on."""
@@ -199,7 +199,7 @@ class Occupancy:
         return before
 
     def seconds(self) -> dict[str, float]:
-        """Return the seconds in each state up to now, also of the one that goes on."""
+        """Return the seconds in each state up to now, also of the present one."""
         with self._lock:
             self._count()
             return dict(self._seconds)

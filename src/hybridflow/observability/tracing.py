@@ -52,13 +52,13 @@ DEAD_SECONDS = 2.0
 
 
 class Exporter(Protocol):
-    """Whatever sends traces somewhere; it may raise."""
+    """The interface that sends traces to a receiver; it may raise."""
 
     def export(self, traces: Sequence[TraceSpan]) -> None:
         """Send whole traces."""
 
     def close(self) -> None:
-        """Send what is held back, and let go."""
+        """Send the held-back traces, and close."""
 
 
 class TraceQueue:
@@ -80,7 +80,7 @@ class TraceQueue:
         self._given = 0
 
     def put(self, trace: TraceSpan) -> None:
-        """Have a trace sent, or drop and count it where too many wait."""
+        """Queue a trace, or drop and count it where the queue is full."""
         with self._counting:
             self._given += 1
             if not self._thread.ident:

@@ -190,7 +190,7 @@ def _moments(optimizer: str, wide: int) -> tuple[float, str]:
 
 
 def _share(layout: ParallelLayout) -> str:
-    """Return by what a count is divided, in words."""
+    """Return the divisor of a count, in words."""
     share = ""
     if layout.pp > 1:
         share += f" / {layout.pp} stages"

@@ -60,7 +60,7 @@ class Linear(NamedTuple):
 
     @property
     def cut(self) -> bool:
-        """Whether tensor parallelism cuts it; experts are dealt out."""
+        """Whether tensor parallelism shards it; experts are distributed whole."""
         return self.copies == 1 and not self.whole
 
 

@@ -59,7 +59,7 @@ class Host:
         self._runner = asyncio.Runner()
 
     def answer(self, request: Request) -> Reply:
-        """Do what a request asks for; what the user's code raises becomes part of the reply."""
+        """Execute a request; what the user's code raises becomes part of the reply."""
         reply = Reply()
         try:
             function, args, kwargs = self._prepare(request)

@@ -192,7 +192,7 @@ class Hosts:
             raise CallRaised.by(error) from error
 
     def close(self) -> None:
-        """End all workers, and all processes that were started in them; calls under way raise ProcessLost."""
+        """End all workers, and all processes that were started in them; running calls raise ProcessLost."""
         self._closed = True
         workers = list(self._workers)
         self._finalizer()

@@ -51,7 +51,7 @@ class SupervisedProcess:
         )
 
     def terminate(self) -> None:
-        """Have every process below the keeper ended, without waiting for it."""
+        """Ask the keeper to end every process below it, without waiting."""
         self.keeper.terminate()
 
     def kill(self) -> None:

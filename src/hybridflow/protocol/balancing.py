@@ -62,7 +62,7 @@ def even_in_groups(num_groups: int, parts: int) -> bool:
 
 
 def deal_in_order(num_rows: int, parts: int, groups: Sequence[int] | None = None) -> list[list[int]]:
-    """Deal rows in their order, in chunks whose sizes differ by at most one, longer chunks first.
+    """Distribute rows in their order, in chunks whose sizes differ by at most one, longer chunks first.
 
     With `groups`, one number for each row, the rows of a group stay together.
     """

@@ -53,7 +53,7 @@ class Call:
 
 @dataclass(frozen=True)
 class Segment:
-    """Neighbouring tokens of a row that come from one hand.
+    """Neighbouring tokens of a row that come from one source.
 
     Example: `Segment((7, 8), True, (-0.1, -2.0), (4, 4))` was sampled by weights of version 4, and
     `Segment((9,))` was given by a template, a tool or an environment.

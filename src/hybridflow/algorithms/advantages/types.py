@@ -24,7 +24,7 @@ class Advantages:
 
 @dataclass(frozen=True)
 class AdvantageEstimator:
-    """A function with what it needs, which `of` reads off its signature."""
+    """A function with its requirements, which `of` reads from its signature."""
 
     function: Callable[..., Any]
     needs: tuple[str, ...]

@@ -49,7 +49,7 @@ class Tokens(NamedTuple):
 
 @dataclass(frozen=True)
 class LossInputs:
-    """What every policy loss takes: B rows of R tokens of a micro-batch, and the counts of its mini-batch.
+    """The inputs of every policy loss: B rows of R tokens of a micro-batch, and the counts of its mini-batch.
 
     Raises ConfigError where a tensor has not the shape [B, R] of the mask.
     """

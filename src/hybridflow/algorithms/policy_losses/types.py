@@ -19,7 +19,7 @@ from hybridflow.errors import ConfigError
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """A loss with what it needs, as data.
+    """A loss with its requirements as data.
 
     Its arguments are filled by name: `inputs` (`LossInputs`) or single fields of these, parameters of the
     run, and columns of the batch. Its signature is looked at once.

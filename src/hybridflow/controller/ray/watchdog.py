@@ -315,7 +315,7 @@ class Watchdog:
         self._break(call, call.first_error)
 
     def _break(self, call: Running, error: Callable[[], Exception]) -> None:
-        """End a call that does not end by itself, and the processes that still run it."""
+        """End a call that hangs, and the processes that still run it."""
         with self._lock:
             if call not in self._running:
                 return

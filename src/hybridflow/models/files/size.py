@@ -146,7 +146,7 @@ def active_parameters(config: PretrainedConfig, *, trust_remote_code: bool = Fal
 
 
 def workload_of(config: PretrainedConfig, num_parameters: int) -> Workload:
-    """Return the cost of a row in FLOPs of a forward pass, by which rows are dealt to ranks.
+    """Return the cost of a row in FLOPs of a forward pass, by which rows are balanced over ranks.
 
     `num_parameters` is `matmul_parameters`.
     A layer with a sliding window counts as linear, as for rows much longer than its window.

@@ -156,7 +156,7 @@ def _server(host: str, port: int, page: Callable[[], bytes]) -> ThreadingHTTPSer
             self.wfile.write(body)
 
         def log_message(self, *_: Any) -> None:
-            """Say nothing of each request."""
+            """Log no requests."""
 
     found: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
 

@@ -155,7 +155,7 @@ class AgentLoopBase(ABC):
 
     @classmethod
     def init_class(cls, config: DictConfig, tokenizer: Tokenizer, processor: Any, **kwargs: Any) -> None:
-        """Prepare what all instances share; called by each, so that a class of one's own looks first whether
+        """Prepare what all instances share; called by each, so that a user's class checks first whether
         `cls._class_initialized`.
         """
         cls._class_initialized = True

@@ -32,7 +32,7 @@ class Conversation:
     ) -> None:
         """A text of more than `most_characters` has no room in the model's context: it is not even tokenised.
 
-        With `strip_thinking` each prompt is rendered anew, so that the template may leave out what the
+        With `strip_thinking` each prompt is rendered again, so that the template may leave out what the
         model has thought in earlier turns.
         """
         self.messages: list[Message] = []
@@ -50,7 +50,7 @@ class Conversation:
     def difference(self, mode: CheckMode) -> Difference | None:
         """Return where the ids differ from what the template renders of all messages, or None.
 
-        Nothing is compared of conversations that have no template, or are rendered anew in each turn.
+        Conversations without a template, or rendered again in each turn, are not compared.
         """
         if self._ids_only or self._strip_thinking or mode == "disable":
             return None

@@ -75,7 +75,7 @@ class HostedEnvironment:
         return float(score)
 
     async def close(self) -> None:
-        """Close the environment, whatever comes of it."""
+        """Close the environment; errors are ignored."""
         with suppress(CallFailed):  # its trajectory has ended, and has its outcome
             await self._target.call("close", deadline_s=self._deadline_s)
         await self._target.close()

@@ -55,7 +55,7 @@ LEAVE_SECONDS = 10.0
 """Time for an agent to end after it was cancelled."""
 
 AgentOf = Callable[[Episode], Agent]
-"""Gives the agent that plays an episode; TrajectoryFailed where there is none."""
+"""Gives the agent that runs an episode; TrajectoryFailed where there is none."""
 Ended = Callable[[int, Trajectory], None]
 """Called with the place of an episode and its trajectory, as soon as it has ended."""
 LEAST = 8
@@ -188,7 +188,7 @@ class Runner:
             return _failed(episode, "deadline", f"the agent gave up after a time of its own: {error}")
         except DataError as error:
             return _failed(episode, "data", str(error))
-        except Exception as error:  # an agent of a user's: anything may come out of it
+        except Exception as error:  # a user's agent: it may raise anything
             return _failed(episode, "environment", "".join(traceback.format_exception(error)).strip())
 
     def _trajectory(self, episode: Episode, policy: Policy, result: AgentResult) -> Trajectory:
@@ -222,7 +222,7 @@ class Runner:
 
 
 async def _in_time(playing: Coroutine[Any, Any, AgentResult], deadline_s: float) -> AgentResult:
-    """Return what an agent gives. Raises TrajectoryFailed at the deadline; an agent that does not heed its
+    """Return the result of an agent. Raises TrajectoryFailed at the deadline; an agent that ignores its
     cancellation is left behind.
     """
     task = asyncio.create_task(_without_exit(playing))

@@ -59,7 +59,7 @@ def train(
     environment: class or name of what the model talks to; `environment_options` are its keyword arguments
     dataset, val_dataset: list of dicts or texts, datasets.Dataset, pandas DataFrame, or paths of files
     output_dir: run folder (trainer.default_local_dir)
-    resume: True: from the newest checkpoint of the run folder, False: anew, or a global_step_N folder
+    resume: True: from the newest checkpoint of the run folder, False: start over, or a global_step_N folder
     callbacks: objects with methods of Callback, or functions of (step, metrics); a list, or one alone
     overrides: keys of docs/configuration.md, as a dict or as words "key=value"; they win over all others
     progress: show what the run is doing

@@ -152,7 +152,7 @@ class RemoteCheckpoints:
                 self._files.makedirs(place.rpartition("/")[0], exist_ok=True)
                 self._files.put_file(str(folder / name), place, callback=Callback(hooks={"moved": moved}))
                 moved()
-            if given_up.is_set():  # it has been told as failed, and the next copy may have begun
+            if given_up.is_set():  # it has been reported as failed, and the next copy may have begun
                 return
             logger.info("copied %s to %s", folder.name, self.address)
         except Exception as error:  # as above

@@ -57,7 +57,7 @@ class ShownPolicy(Policy):
 def show_model(
     spec: str, options: Mapping[str, Any], seed: int, row: dict[str, Any], model: str, max_new_tokens: int
 ) -> None:
-    """Let the model in the folder `model` play one trajectory, with draws by `seed`, and at most
+    """Run one trajectory with the model in the folder `model`, with draws by `seed`, and at most
     `max_new_tokens` tokens in a turn.
 
     Raises ConfigError for the environment's name or options, ModelError for a model that does not load, and

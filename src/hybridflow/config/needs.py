@@ -178,7 +178,7 @@ def reads_text_alone(config: PPOConfig, *, by_rows: bool = False) -> str | None:
 
 
 def may_use_agents(config: PPOConfig) -> bool:
-    """Return whether agents may play: the keys ask for them, or have what rows with an agent_name need."""
+    """Return whether agents may run: the keys ask for them, or have what rows with an agent_name need."""
     rollout = config.actor_rollout_ref.rollout
     turns = rollout.multi_turn
     return uses_agents(config) or bool(

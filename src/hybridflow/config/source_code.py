@@ -206,7 +206,7 @@ class _Source:
         return Definition("class", signature, methods=methods, is_whole=base.is_whole)
 
     def _base(self, node: ast.ClassDef) -> Definition:
-        """Return what is known of the one base of a class; of several, which one has a method is not told."""
+        """Return what is known of the base of a class; of several, which one has a method is not known."""
         base = node.bases[0]
         if len(node.bases) > 1 or not isinstance(base, ast.Name):
             return UNKNOWN

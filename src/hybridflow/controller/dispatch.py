@@ -52,7 +52,7 @@ class ShardedCall:
     calls: list[Call | None]
     """The call of each rank; None for a rank that is not called."""
     order: list[list[int]] | None = None
-    """The rows of each part in the driver's numbering; None where none were dealt, or all to one part."""
+    """The rows of each part in the driver's numbering; None where none were sharded, or all to one part."""
 
 
 Lane = Literal["ordered", "requests", "collect"]
@@ -79,7 +79,7 @@ class Dispatch:
     results merged.
     """
     deals_rows: bool = False
-    """True: the rows of every DataProto among the arguments are dealt."""
+    """True: the rows of every DataProto among the arguments are sharded."""
     per_rank: bool = False
     """True: arguments and results are lists with one entry for each rank (`WorkerGroup.call_each`)."""
 
@@ -90,7 +90,7 @@ class Dispatch:
     RANK_ZERO: ClassVar[Dispatch]
     """Only rank 0 is called."""
     DP_COMPUTE_PROTO: ClassVar[Dispatch]
-    """The rows of all DataProto arguments are dealt by one plan, which balances their cost (`attention_mask`,
+    """The rows of all DataProto arguments are split by one plan, which balances their cost (`attention_mask`,
     `MeshInfo.workload`) and keeps rows of equal `group_ids` together. Other arguments go to every rank. Rows
     come back in the driver's order. A rank may get no rows.
     """

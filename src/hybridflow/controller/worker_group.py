@@ -243,7 +243,7 @@ def _each_batch(call: Call, change: Callable[[DataProto], Any]) -> Call:
 
 
 def resolve_futures(call: Call, dispatch: Dispatch, mesh: MeshInfo) -> Call:
-    """Replace each `Future` in a call, at any depth, by a value that `dispatch` can deal to the ranks of
+    """Replace each `Future` in a call, at any depth, by a value that `dispatch` can shard over the ranks of
     `mesh`: by reference where that means the same as by value. The kind of result decides (`Dispatch.gives`):
 
         first (ONE_TO_ALL)       that of the same rank, where both roles have as many; else that of rank 0

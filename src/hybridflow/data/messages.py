@@ -34,7 +34,7 @@ ROLES = {
 """Roles by the names that ShareGPT's `from` may have."""
 
 KEYWORDS = ("tools_kwargs", "interaction_kwargs")
-"""Columns, or entries of extra_info, with keyword arguments: of each tool, and of the user who is played."""
+"""Columns, or entries of extra_info, with keyword arguments: of each tool, and of the simulated user."""
 
 MEDIA = ("images", "videos", "image", "video")
 """Columns of data sets that are not text alone."""

@@ -45,7 +45,7 @@ PLAIN_PROMPTS = (
     "the prompts of %s are plain text and %s as they stand, without the chat template of the tokenizer: "
     "where they are not templated already, set data.wrap_prompts=true to make each a user's message"
 )
-"""What is said of prompts that are texts; the source, and what becomes of them."""
+"""The message about prompts that are texts: the source, and what is done with them."""
 _SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):")
 _ROLES = {"Human": "user", "Assistant": "assistant"}
 _LABELS = {True: True, False: False, "+": True, "-": False}  # of numbers, 1 and 0 are equal to these

@@ -92,7 +92,7 @@ def usable_rows(
 ) -> Iterator[tuple[int, list[Encoded]]]:
     """Yield (index, conversations) of each row of which `encode` makes conversations with something to learn.
 
-    Conversations over `data.max_length` are dealt with as `data.truncation` says. What is left out is counted
+    Conversations over `data.max_length` are handled as `data.truncation` says. What is left out is counted
     in `report`, which is closed at the end.
     """
     limit = config.max_length
@@ -283,7 +283,7 @@ def encode_conversation(
     assistant turn adds to the text rendered before it. Where the template rewrites earlier turns (those of
     Qwen3 take thoughts away), the ids are those that a rollout of several turns would have. As in generation,
     letters that look like a special token are one in the assistant's words alone. Raises ValueError where
-    neither can be told.
+    neither can be determined.
     """
     tokenizer = template.tokenizer
     source = tokenizer.chat_template

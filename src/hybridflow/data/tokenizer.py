@@ -100,7 +100,7 @@ def check_template(tokenizer: Tokenizer, source: str, first: object, *, wrap: bo
 
     Raises DataError, naming the remedies, where messages (or a text, with `wrap`) need a template and there
     is none. Warns of a text that has none of the special tokens which the template could have written; `use`
-    says what becomes of it.
+    says what is done with it.
     """
     template = getattr(tokenizer, "chat_template", None)
     if not isinstance(first, str) or wrap:

@@ -177,7 +177,7 @@ def peak_since_asked() -> int:
         return int(peak)
     try:
         lines = STATUS.read_text().splitlines()
-        CLEAR.write_text("5")  # the kernel counts the peak anew
+        CLEAR.write_text("5")  # the kernel counts the peak again
     except OSError:
         return 0
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM")), 0)

@@ -14,7 +14,7 @@ class ParallelLayout:
     """The way in which ranks divide one model and its rows.
 
     Example: 8 ranks, `dp_replicate=2, dp_shard=4, cp=2`: every 4 ranks hold one copy of the parameters, and
-    every 2 ranks compute the same rows, so the rows are dealt into 4 parts.
+    every 2 ranks compute the same rows, so the rows are sharded into 4 parts.
     """
 
     dp_replicate: int = 1

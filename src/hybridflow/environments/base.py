@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeAlias
 
-if TYPE_CHECKING:  # a process that runs environments, or a person who plays one, needs no torch
+if TYPE_CHECKING:  # a process that runs environments, or a person who tries one, needs no torch
     from hybridflow.protocol.prompt import Prompt
 
 EMPTY_PROMPT = [{"role": "user", "content": ""}]

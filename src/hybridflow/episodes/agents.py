@@ -39,7 +39,7 @@ class Agents:
         """
         asked = set(names) - {SINGLE_TURN}
         self.are_used = bool(asked) or uses_agents(config)
-        """Whether anything is played by agents, and is no single request."""
+        """Whether any request is run by agents, and not as a single request."""
         self._tokenizer = tokenizer
         self._seed = config.trainer.seed
         self._keys = config.actor_rollout_ref.rollout.agent
@@ -123,7 +123,7 @@ class Agents:
         return Metrics()
 
     def processes(self) -> Metrics:
-        """Return what became of the processes of tools and environments since this was last asked."""
+        """Return the counts of processes of tools and environments since the last call."""
         metrics = Metrics()
         for name, count in self._builder.hosts.counts.items():
             metrics.add_sum(f"agent/processes/{name}", float(count - self._counted.get(name, 0)))
@@ -173,7 +173,7 @@ class Agents:
         return replace(trajectory, spans=(span,))
 
     def _episodes(self, requests: RequestBatch, held_out: bool) -> list[Episode]:
-        """Return what agents play in place of single requests, with the seeds of their environments: that of
+        """Return the episodes in place of single requests, with the seeds of their environments: that of
         the row, where it has one.
         """
         episodes = []

@@ -194,7 +194,7 @@ class RolloutPipeline:
         failed = [trajectory for trajectory in trajectories if trajectory.failed]
         for trajectory in failed:
             metrics.add_sum(f"training/num_failed/{trajectory.outcome.cause}", 1.0)
-        # failures of the reward function have been told by its manager
+        # failures of the reward function have been logged by its manager
         generation = [one for one in failed if one.outcome.cause not in ("environment", "deadline")]
         if generation:
             logger.warning(

@@ -88,7 +88,7 @@ def formula_of(
 
 
 def own_formula(function: Callable[..., Any], numbers: Iterable[Number]) -> Formula:
-    """Return what there is to say of a user's own function: its docstring, its signature and its numbers."""
+    """Return the description of a user's own function: its docstring, its signature and its numbers."""
     function = inspect.unwrap(function)
     equation, *notes = [
         " ".join(text.split()) for text in (inspect.getdoc(function) or "").split("\n\n") if text

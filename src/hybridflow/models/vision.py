@@ -184,7 +184,7 @@ def placeholder_ids(config: PretrainedConfig) -> tuple[int, ...]:
 
 
 class Vision:
-    """The reader of media of one model, which finds the model's parts anew in each call: adapters and shards
+    """The reader of media of one model, which finds the model's parts again in each call: adapters and shards
     replace them.
     """
 

@@ -173,7 +173,7 @@ class TraceQueue:
 INPUTS = ("prompt_text", "arguments")
 """Texts that a span reads."""
 OUTPUTS = ("response_text", "answer", "reward", "score", "outcome", "finish_reason")
-"""Texts and facts that come of it."""
+"""Output texts and attributes."""
 TAGS = ("step", "sample_index", "rollout_n", "validate", "experiment_name")
 """Facts of a trajectory by which verl's users look it up."""
 

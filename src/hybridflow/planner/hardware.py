@@ -15,7 +15,7 @@ from hybridflow.distributed.accelerators import GPU
 from hybridflow.errors import ConfigError
 
 MOST_DEVICES = 2048
-"""Devices of the largest cluster that is planned: the ways to deal them out grow with their square."""
+"""Devices of the largest cluster that is planned: the ways to distribute them grow with their square."""
 CPU = "CPU"
 """Name of the hardware that is measured where it is."""
 GB = 1e9

@@ -28,7 +28,7 @@ class Count:
     def on_rank(self, tensor: int, shards: int = 1, *, parts: float | None = None) -> Count:
         """Return a rank's numbers if `tensor` ranks cut the layers, and `shards` share each slice.
 
-        `parts` is the number of ranks that experts are dealt out to before `shards` share them, those of
+        `parts` is the number of ranks that experts are spread over before `shards` share them, those of
         `tensor` if it is None.
         """
         dealt = parts or tensor
@@ -71,7 +71,7 @@ class ModelSize:
     def at_rest(self, layout: ParallelLayout) -> Count:
         """Return the numbers of the parameters that the fullest rank has between passes.
 
-        Dense layers are cut among the ranks of `tp`, experts dealt out to those of `ep`, and FSDP shards what
+        Dense layers are split over the ranks of `tp`, experts over those of `ep`, and FSDP shards what
         either leaves over all others of a stage: so both are divided by `dp_shard` × `tp`. Without expert
         parallelism FSDP cuts between experts only, and each rank has whole ones.
         """

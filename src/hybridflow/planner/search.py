@@ -132,7 +132,7 @@ def partitions(roles: Sequence[str]) -> Iterator[list[list[str]]]:
 
 
 def allocations(cluster: Cluster, fewest: Sequence[int]) -> Iterator[tuple[int, ...]]:
-    """Yield every way to deal all devices out to sets that need at least `fewest` each, so that a pool has
+    """Yield every way to divide all devices into sets that need at least `fewest` each, so that a pool has
     whole nodes and at most one part of a node.
     """
     sizes = sizes_of_pools(cluster)

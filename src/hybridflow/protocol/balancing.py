@@ -56,7 +56,7 @@ def deal_rows(
 def even_in_groups(num_groups: int, parts: int) -> bool:
     """Whether ranks that get whole groups of about equal size have about as much work each.
 
-    It is for callers that may also deal row by row.
+    It is for callers that may also distribute row by row.
     """
     return num_groups % parts == 0 or num_groups >= 4 * parts
 

@@ -38,7 +38,7 @@ class TraceSpan:
 
 @dataclass
 class NotedSpan:
-    """A span under way, whose attributes and texts are still being filled in."""
+    """An open span, whose attributes and texts are still being filled in."""
 
     attributes: dict[str, Attribute]
     texts: dict[str, str | Sequence[int]] = field(default_factory=dict)

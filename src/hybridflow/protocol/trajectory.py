@@ -48,7 +48,7 @@ class Call:
     prompt: Prompt
     output: Sampled
     accepted: bool = True
-    """False where the call was tried again and only a later try was used."""
+    """False where the call was retried and only a later try was used."""
 
 
 @dataclass(frozen=True)

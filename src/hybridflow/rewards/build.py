@@ -38,7 +38,7 @@ from hybridflow.rewards.result import OpenScoring, Outcome, Scorer, ScoreRequest
 
 logger = logging.getLogger(__name__)
 NUM_CONCURRENT = 32
-"""Async calls under way at once."""
+"""Async calls that run at once."""
 
 
 class CachedScorer:

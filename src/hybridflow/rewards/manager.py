@@ -151,7 +151,7 @@ class RewardManager:
 
 
 class RewardSession:
-    """Rows that are scored while more of them come. Leaving it without a result ends what is under way."""
+    """Rows that are scored while more of them come. Leaving it without a result ends the running requests."""
 
     def __init__(self, manager: RewardManager, scoring: OpenScoring) -> None:
         self._manager = manager

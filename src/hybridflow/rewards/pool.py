@@ -69,7 +69,7 @@ class RateLimit:
 
 
 ASYNC_SLOTS = 32
-"""Async samples under way in one worker."""
+"""Async samples running in one worker."""
 ASYNC_GRACE = 0.5
 """Seconds beyond the deadline that an async worker has to cancel a sample itself."""
 LONGEST_PAUSE = 60.0
@@ -100,7 +100,7 @@ class RewardPool:
         self._timeout = config.timeout
         self._function = describe(config)
         self._start_timeout = start_timeout
-        # each has one worker: a poll must find the process that has the samples under way
+        # each has one worker: a poll must reach the process that runs the samples
         self._hosts = [Hosts(1, start_timeout=start_timeout) for _ in range(config.num_workers)]
         self._limit = RateLimit(config)
         self._max_retries = config.max_retries

@@ -54,7 +54,7 @@ class LocalRunner:
         self._sandbox.layers()
 
     def run(self, programs: Sequence[Program]) -> list[Verdict]:
-        """Run one after the other; those after one that was stopped at its time are not run."""
+        """Run one after the other; those after one that ran into its time limit are skipped."""
         results: list[Verdict] = []
         deadline = time.monotonic() + self._budget_s
         for program in programs:

@@ -267,7 +267,7 @@ def _too_late(request: GenerationRequest, replica: Replica, deadline_s: float | 
 def in_own_loop(work: Callable[[], Coroutine[Any, Any, T]]) -> Iterator[concurrent.futures.Future[T]]:
     """Give a future of what `work` returns or raises; where the context is left before, it is cancelled.
 
-    Tasks that `work` leaves behind are cancelled; the context is left without those that do not heed it.
+    Tasks that `work` leaves behind are cancelled; the context is left without those that ignore it.
     """
     result: concurrent.futures.Future[T] = concurrent.futures.Future()
     started: concurrent.futures.Future[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]]

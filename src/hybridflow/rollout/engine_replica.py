@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 STEPS_PER_TALK = 16
 """Steps of a closed session between two talks of the ranks: nothing can join, and a pause may come late."""
 CHANGE_SECONDS = 600.0
-"""Longest wait of a later rank for a change of the weights that the first rank has been told of."""
+"""Longest wait of a later rank for a change of the weights that the first rank has been given."""
 SPAN_SECONDS = 5.0
 """Longest span of a profile that covers steps of the engine: a step of training may begin within one."""
 IDLE_SECONDS = 10.0
@@ -278,7 +278,7 @@ class EngineReplica:
 
         With `keep_kv` the session stays open, with all its keys and values. Else it ends, and the engine
         sleeps: its requests go on after `resume` with the tokens that they have, under the weights of then.
-        RolloutError where the step under way takes longer than `timeout_s` (None: there is no limit),
+        RolloutError where the running step takes longer than `timeout_s` (None: there is no limit),
         ReplicaLost where the engine has died.
         """
         with self._changed:
@@ -418,7 +418,7 @@ class EngineReplica:
         if commands.aborted:
             self._answer(self._session, self._session.abort(commands.aborted))
         for _ in range(commands.changes):
-            with self._changed:  # the other ranks may be told before their own change has come
+            with self._changed:  # the other ranks may hear of it before their own change has come
                 if not self._changed.wait_for(lambda: self._changes, CHANGE_SECONDS):
                     raise RolloutError(
                         f"replica {self.name}: the first rank changes its weights, and this one was not told "

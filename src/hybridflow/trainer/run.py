@@ -61,7 +61,7 @@ class Run:
     @contextmanager
     def recorded(self, state: RunState, store: CheckpointStore, source: BatchSource) -> Iterator[Trackers]:
         """Write what the run is into its folder and build its trackers. When the context ends, also after an
-        error, the source is closed, and a save that is still under way is given up. After an error the folder
+        error, the source is closed, and a running save is given up. After an error the folder
         has a report with the error in it.
         """
         with self.folder.failure_kept(lambda: state.step):

@@ -50,7 +50,7 @@ class SavedEngine:
 
 @dataclass
 class RunSaves:
-    """The saves of a run, of which one at a time is under way."""
+    """The saves of a run, of which one runs at a time."""
 
     longest: float = 0.0
     """Seconds that the longest save has taken until it was whole."""

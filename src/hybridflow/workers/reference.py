@@ -27,7 +27,7 @@ def check_token_ids(batch: DataProto, engine: TrainEngine) -> None:
 
     Heads of models of one family are padded to different sizes.
     """
-    if len(batch) == 0:  # a rank may be dealt no rows
+    if len(batch) == 0:  # a rank may get no rows
         return
     rows = engine.vocabulary
     highest = int(batch.batch["input_ids"].max())

@@ -457,8 +457,8 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
 
     @contextmanager
     def _serving(self) -> Iterator[tuple[ReplicaSet, LLMClient]]:
-        """Give a way to serve to one caller, with a client: within `opened` the one in between, while the
-        requests of the other are set aside.
+        """Yield a replica set for one caller, with a client: within `opened` the one for requests in between,
+        while those of the other are set aside.
         """
         if not self._is_open:
             with self.opened() as client:

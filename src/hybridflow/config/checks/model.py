@@ -109,7 +109,7 @@ def _sizes(model: ModelConfig) -> Mapping[str, Any]:
 def model_problem(model: ModelConfig, key: str, told: str | None = None) -> Iterator[str]:
     """Yield one line where a role's model is not set, names a missing local folder, or cannot be loaded.
 
-    `told` is a folder that was looked at before.
+    `told` is a folder that was checked before.
     """
     if not model.path:
         yield (

@@ -48,7 +48,7 @@ MAX_TEMP_LENGTH = 40  # sockets live some 60 characters below, and a socket's pa
 def start(config: RayConfig, **offered: Any) -> tuple[str, str]:
     """Start a Ray in a new temporary folder; return the folder and the dashboard's address (or "").
 
-    Ray gives a node 30 s to start, however busy the machine is. After that the start is tried again; after
+    Ray gives a node 30 s to start, however busy the machine is. After that the start is retried; after
     the third attempt ConfigError is raised.
     """
     for attempt in range(1, START_ATTEMPTS + 1):
@@ -86,7 +86,7 @@ def start(config: RayConfig, **offered: Any) -> tuple[str, str]:
 def _on_loopback() -> Iterator[None]:
     """Let Ray start a node that listens on 127.0.0.1 only.
 
-    Given that address, Ray replaces it by one that other machines can reach, unless it is told that this
+    Given that address, Ray replaces it by one that other machines can reach, unless it is set that this
     platform has no clusters.
     """
     before = ray_constants.ENABLE_RAY_CLUSTER

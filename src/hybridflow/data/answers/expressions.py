@@ -201,7 +201,7 @@ class _Parser:
         return False
 
     def exponent(self) -> Expression:
-        """Read what stands behind ^: a group, or a number or letter with its sign. 2^3^4 is 2^(3^4)."""
+        """Read the exponent behind ^: a group, or a number or letter with its sign. 2^3^4 is 2^(3^4)."""
         exponent = self.signed(self.operand)
         if not self.is_sign("^"):
             return exponent

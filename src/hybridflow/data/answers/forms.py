@@ -275,7 +275,7 @@ def _bracketed(tokens: list[Token], level: int) -> Form | None:
 
 
 def _set(inside: list[Token], level: int) -> Form:
-    r"""Read what stands in `\{ \}`: items, or the condition behind a bar or colon."""
+    r"""Read the content of `\{ \}`: items, or the condition behind a bar or colon."""
     for bar in ("|", ":"):
         parts = split(inside, (bar,))[0]
         if len(parts) == 2 and is_name(split(parts[0], ("in",))[0][0]):

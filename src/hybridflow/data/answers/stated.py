@@ -58,7 +58,7 @@ class _Box(NamedTuple):
 def last_boxed(text: str) -> str | None:
     r"""Return what the last `\boxed` or `\fbox` of a text frames, or None.
 
-    None also where the last box is never closed: the answer was begun anew, so an earlier box is not
+    None also where the last box is never closed: the answer was started again, so an earlier box is not
     the answer. A box with nothing in it is passed over. Of nested boxes the outermost counts. Boxes with
     only a comma, "and" or "or" between them give one answer together, joined by commas.
     """
@@ -149,7 +149,7 @@ def after_answer(text: str, *, colon: bool = True) -> str | None:
 
 
 def last_tagged(text: str, tag: str) -> str | None:
-    """Return what stands in the last `<tag>...</tag>` of a text, or None."""
+    """Return the content of the last `<tag>...</tag>` of a text, or None."""
     end = text.rfind(f"</{tag}>")
     start = text.rfind(f"<{tag}>", 0, max(end, 0))
     if start < 0:

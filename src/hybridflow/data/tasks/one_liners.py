@@ -27,7 +27,7 @@ Terms = list[tuple[str, int]]
 
 class OneLiners:
     """Two operations with numbers 2..`max_number`. Of the answers, a share `right` is right; in each
-    other one number is drawn anew, and may be the same, so that a warm-up teaches the form and not the whole
+    other one number is drawn again, and may be the same, so that a warm-up teaches the form and not the whole
     task.
 
     With `shuffled`, the test cases of training questions are those of other questions: the control.

@@ -87,7 +87,7 @@ def block_mask(row_of: Tensor, window: int | None) -> BlockMask:
     """Return the mask of causal attention inside of each row, and of its `window` newest tokens.
 
     `row_of` [N] int64 ascends; N is a multiple of `BLOCK`. Blocks of keys that all queries of a block see are
-    told apart, since there the kernel compares nothing.
+    distinguished, since there the kernel compares nothing.
     """
     num_tokens = row_of.shape[0]
     reach = num_tokens if window is None else window

@@ -17,7 +17,7 @@ import yaml
 
 from hybridflow.observability.report.rows import brief, is_shown, number
 
-_HEAD = 128  # bytes at the beginning of a file by which one that was written anew is known
+_HEAD = 128  # bytes at the beginning of a file by which a rewritten one is recognised
 _MAX_DEPTH = 100  # lists and objects within each other; Python's own functions end far beyond it
 _MANY_LISTS = 2_000  # in a YAML text
 _MAX_STEP = 2**53  # what the page's numbers hold exactly
@@ -37,7 +37,7 @@ def fingerprint(path: Path) -> Fingerprint | None:
 class Lines:
     """The objects of a JSONL file by their `step`; those of one step are joined.
 
-    Only what lies behind the last line that was read is read again, and that line: it may be written anew.
+    Only the last line that was read, which may be rewritten, and what follows it are read again.
     """
 
     def __init__(self, path: Path) -> None:
@@ -76,7 +76,7 @@ class Lines:
             return self._forget() or gone
         first = _object(data.partition(b"\n")[0])
         if not head.startswith(self._head) or (first and self._last not in (None, first["step"])):
-            gone = self._forget()  # it was written anew in its old place
+            gone = self._forget()  # it was rewritten in place
             self._seen = None
             return self.poll(number) or gone
         *whole, torn = data.split(b"\n")

@@ -113,7 +113,7 @@ class RunFollower:
         gone = sum(source.poll(self._number) for source in sources) > 0  # all are polled
         self._forget_old_rollouts()
         if gone:
-            self._epoch = os.urandom(4).hex()  # the page begins anew
+            self._epoch = os.urandom(4).hex()  # the page starts again
             self._findings = Findings()
         if gone or self.metrics.newest == self._number:
             self._advice = self._findings.of(self.metrics.by_step)

@@ -93,7 +93,7 @@ def program_of_tests(solution: str, num_cases: int, request: Mapping[str, Any]) 
 
 
 def _marked(output: str, mark: str, number: int) -> list[str]:
-    """Return what stands after the mark in the first lines that have it; "" for those that are missing."""
+    """Return the text after the mark in the first lines that have it; "" for those that are missing."""
     lines = [line.removeprefix(mark) for line in output.splitlines() if line.startswith(mark)]
     return [*lines[:number], *[""] * (number - len(lines))]
 

@@ -81,7 +81,7 @@ class Scheduler:
             self._groups.setdefault(request.context, deque()).append(request)
 
     def put_back(self, request: GenerationRequest) -> None:
-        """Put a preempted request, with what it has, at the front."""
+        """Put a preempted request, with its partial response, at the front."""
         self.num_waiting += 1
         context = request.context
         if context in self._groups:

@@ -234,7 +234,7 @@ class Session:
     def _follow_weights(self) -> None:
         """Where the weights changed, drop the prefixes, and preempt rows whose keys are to be computed again.
 
-        A prompt in chunked prefill, which has no token yet, begins anew in any case.
+        A prompt in chunked prefill, which has no token yet, restarts in any case.
         """
         before = self._seen
         self._seen = self._weights()

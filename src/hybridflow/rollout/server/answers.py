@@ -167,7 +167,7 @@ class ChoicesAnswer(Answer):
         }
 
     def _choices(self, pieces: list[Piece], *, streams: bool) -> dict[str, Any]:
-        """Return the choices of an answer or a chunk, and what stands beside them."""
+        """Return the choices of an answer or a chunk, and the fields beside them."""
         choices = []
         beside: dict[str, Any] = {}
         for piece in pieces:

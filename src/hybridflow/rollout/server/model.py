@@ -89,7 +89,7 @@ class Detokenizer:
         certain = len(text) - min(pending, self._most_pending)
         new = text[self._given : certain]
         self._given = max(self._given, certain)
-        if not pending and read > self._begin and new:  # the window begins anew, so that its text stays short
+        if not pending and read > self._begin and new:  # the window is reset, so that its text stays short
             before = self._decode(self._ids[read:])
             if text.endswith(before):
                 self._begin = read

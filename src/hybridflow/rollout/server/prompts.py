@@ -241,7 +241,7 @@ class JobReaders:
             while True:
                 task = tasks.get()
                 task.work()
-                del task  # nothing of it is kept until the next one comes
+                del task  # so that it is freed before the next one comes
 
         threading.Thread(target=work, name=f"read {name} requests", daemon=True).start()
         return tasks

@@ -90,7 +90,7 @@ class ChoiceReader:
     def read(self, output: PartialOutput | GenerationOutput) -> Piece:
         """Return what is new in `output`, a part of the response or all of it; the last piece says its end.
 
-        ApiError for a request that did not finish (400 where the engine refused it as it is), and for a
+        ApiError for a request that did not finish (400 where the engine refused it), and for a
         response that had to be a call and is none.
         """
         ended = output if isinstance(output, GenerationOutput) else None

@@ -190,7 +190,7 @@ class Server(Served):
                 "selector": "target",
             }
             self._post("/update_weights_from_tensor", body)
-            # each has told before the call came back
+            # each has reported before the call returned
             channels = listener.accept(self._workers, timeout=_REPORT_S, failed=lambda: False)
             return [channel.receive() for channel in channels]
         finally:

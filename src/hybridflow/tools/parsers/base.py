@@ -108,7 +108,7 @@ class CallParser(ABC):
         return parts
 
     def _beginning(self) -> Pausing[None]:
-        """Read what stands at the beginning of the response, and behind a thought."""
+        """Read the beginning of the response, and the text behind a thought."""
         yield from ()
 
     def _fail(self, tag: str, problem: Unreadable) -> None:
@@ -258,7 +258,7 @@ class TaggedParser(CallParser):
 
     @abstractmethod
     def block(self, tag: str) -> Pausing[list[ToolCall]]:
-        """Read what stands behind a tag of `starts`, up to the end of the call or section.
+        """Read the text behind a tag of `starts`, up to the end of the call or section.
 
         Raises Unreadable where one of its calls cannot be read; then none of them counts.
         """

@@ -54,7 +54,7 @@ class GlmParser(TaggedParser):
             key = yield from self._key(name)
             value = yield from self._value(name, key)
             source.make_certain()
-            if key in arguments:  # told at the end: what follows belongs to this call
+            if key in arguments:  # reported at the end: what follows belongs to this call
                 twice = key
             arguments[key] = value_of(value, key, self._parameters.get(name))
         ends = yield from source.at(Tags(*self.stops))

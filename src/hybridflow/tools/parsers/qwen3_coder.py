@@ -76,7 +76,7 @@ class Qwen3CoderParser(TaggedParser):
                 raise Unreadable(f"a parameter of {name} is not written as {PARAMETER}KEY>")
             value = yield from self._value(name, key)
             source.make_certain()
-            if key in arguments:  # told at the end: what follows belongs to this call
+            if key in arguments:  # reported at the end: what follows belongs to this call
                 twice = key
             arguments[key] = value_of(value, key, self._parameters.get(name))
         if twice is not None:

@@ -21,7 +21,7 @@ Pausing = Generator[None, None, T]
 SLICE = 4096
 """Characters that a reader sees at once; what it leaves of them is copied when more come."""
 GOING_BACK = 4
-"""Times that the text read so far may be read anew after calls that could not be read."""
+"""Times that the text read so far may be read again after calls that could not be read."""
 SPACE = re.compile(r"\s*")
 OUTSIDE = re.compile(r"[ \t\r\n:,0-9+\-.EtruefalsnINiy]*")
 """What JSON has outside of strings and brackets: in numbers, and in true, false, null, NaN and Infinity."""

@@ -91,7 +91,7 @@ def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
     state.batch_invariant = True
     state.may_reuse = no_reuse is None
     if wanted is True:
-        state.reuse_ended = False  # asked for, it is tried anew
+        state.reuse_ended = False  # requested, it is tried again
     logger.debug(
         "exact mode pads keys of attention to %d and dense layers to %d rows",
         chosen.key_step,

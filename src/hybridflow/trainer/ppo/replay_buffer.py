@@ -24,7 +24,7 @@ from hybridflow.protocol.joining import join_rows
 from hybridflow.protocol.row_state import rows_of_state, state_of_rows
 
 NoteReplayed = Callable[[int, Mapping[str, int]], None]
-"""(step, trajectories drawn again by the uid of their group): told before the step trains them."""
+"""(step, trajectories drawn again by the uid of their group): noted before the step trains them."""
 
 
 def not_noted(step: int, draws: Mapping[str, int]) -> None:

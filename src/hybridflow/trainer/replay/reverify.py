@@ -52,7 +52,7 @@ class Judged:
     changed_scores: int
     """Rows whose score is another."""
     scores: tuple[float, float]
-    """Mean score of a row: stored, anew."""
+    """Mean score of a row: stored, re-scored."""
     advantages: tuple[float, float]
     """Mean size of the advantage of a token that is learned from."""
     losses: tuple[float, float] | None

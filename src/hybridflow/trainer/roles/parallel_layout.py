@@ -44,7 +44,7 @@ def rollout_axes(config: PPOConfig, world_size: int) -> tuple[tuple[str, int], .
 def dealt_by(actor: ActorConfig, parts: int) -> list[str]:
     """Return the columns by which rows are sharded over `parts` ranks.
 
-    With shared prompts rows are dealt by group, since only rows of one rank can share a prompt.
+    With shared prompts rows are sharded by group, since only rows of one rank can share a prompt.
     """
     if not actor.use_prefix_grouper:
         return []
@@ -64,7 +64,7 @@ def dealt_by(actor: ActorConfig, parts: int) -> list[str]:
 def meshes(config: PPOConfig, roles: Sequence[str], placement: Placement) -> Mapping[str, MeshInfo]:
     """Return the ranks of each role, with the cost of a row for it.
 
-    `trainer.balance_batch=false` leaves the cost out, and rows are dealt by number.
+    `trainer.balance_batch=false` leaves the cost out, and rows are sharded by number.
     """
     found: dict[str, MeshInfo] = {}
     costs: dict[str, Workload] = {}

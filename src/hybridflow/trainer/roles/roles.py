@@ -80,7 +80,7 @@ class RoleSpec:
 
 
 def _has_process_rewards(config: PPOConfig, named: Set[str]) -> bool:
-    # `enable` cannot be told from its null by now, so only a column that the estimator must have overrules it
+    # null of `enable` is resolved by now, so only a column that the estimator must have overrules it
     needed = "process_rewards" in find_estimator(config.algorithm).needs
     return bool(config.reward.process_reward_model.enable) or needed
 

@@ -43,7 +43,7 @@ from hybridflow.workers.rollout_replica import WorkerReplica
 POLL_SECONDS = 5.0
 """Longest wait for the next group of a collector before it is asked again."""
 LOOK_SECONDS = 0.5
-"""Longest wait before a group that is played looks whether the engines have failed."""
+"""Longest wait before a running group checks whether the engines have failed."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Collector(Worker):
     def collect(self, seconds: float) -> GroupResults:
         """Return the finished groups, or wait at most `seconds` for the first.
 
-        Raises what has made it impossible to play one.
+        Raises the error that has made groups impossible.
         """
         found: list[tuple[GroupResult, DataProto]] = []
         wait = seconds
@@ -250,7 +250,7 @@ class Collectors:
             for found in waiting.values():
                 if not found.done():
                     found.set_exception(error)
-            waiting.clear()  # a group that is played from now on asks anew
+            waiting.clear()  # a group that starts from now on asks again
 
     def _hand_out(self, rank: int, collected: GroupResults) -> None:
         """Set where the other columns of the rows are, and resolve the waiting futures."""

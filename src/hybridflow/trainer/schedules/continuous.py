@@ -1,6 +1,6 @@
 """The continuous schedules (`fully_async`, `colocated_async`): groups are generated without a pause.
 
-    loader ──admitted while `Schedule` allows──► Group ──played, scored──► ready ──chosen──► training step
+    loader ──admitted while `Schedule` allows──► Group ──rolled out, scored──► ready ──chosen──► training step
                     ▲                                                                             │
                     └─────── room for more ◄── weights published between two steps of decoding ◄──┘
 
@@ -95,7 +95,7 @@ class ContinuousSource(AheadSource):
         self._num_playing = 0
         self._num_left_out = 0  # groups in a row that have failed or were filtered
         self._lost = Metrics()  # of groups that were left out since the last batch
-        self._told = Metrics()  # those of them that the step under way logs
+        self._told = Metrics()  # those of them that the running step logs
         self._admits = False
         self._numbers = itertools.count(FIRST_NUMBER)
         self._news = asyncio.Event()

@@ -74,7 +74,7 @@ class Admitted(Groups):
 
 @dataclass(frozen=True)
 class Restarted(Groups):
-    """Active groups start anew under a published `version`, because a resume has not got their rows."""
+    """Active groups restart under a published `version`, because a resume does not have their rows."""
 
     version: int = field(kw_only=True)
 

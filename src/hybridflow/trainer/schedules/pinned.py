@@ -74,7 +74,7 @@ class PinnedSource(AheadSource):
         # places in the data and in the ledger, before a batch was read
         self._places: dict[int, tuple[dict[str, Any], int]] = {}
         self._is_making = False
-        self._validates: int | None = None  # the version of the validation that is waiting or under way
+        self._validates: int | None = None  # the version of the waiting or running validation
         self._thread: threading.Thread | None = None
 
     def pinned_version(self, batch: int) -> int:

@@ -67,7 +67,7 @@ class Schedule:
 
         `trained` counts the groups of all batches, also of the one that is being filled or trained;
         `active` counts those that were admitted, are in no batch, and have neither failed nor been
-        filtered. Taking a batch makes no room: publishing the weights that came of it does.
+        filtered. Taking a batch makes no room: publishing the weights trained on it does.
         """
         room = (version + 1) * self.groups_per_step + self.groups_ahead
         return trained + active < min(room, self.total_steps * self.groups_per_step)

@@ -63,7 +63,7 @@ class KeptGroup:
         """Return the group where all receivers have it still, by the tokens that they say; else close it."""
         writer = self._writer
         self._writer = None
-        if writer is not None and tokens != {writer.token}:  # a receiver was started anew
+        if writer is not None and tokens != {writer.token}:  # a receiver was restarted
             writer.close()
             return None
         return writer

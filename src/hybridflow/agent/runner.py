@@ -185,7 +185,7 @@ class Runner:
                 return _failed(episode, "data", str(error))
             return self._trajectory(episode, policy, AgentResult(outcome=TRUNCATED))
         except TimeoutError as error:
-            return _failed(episode, "deadline", f"the agent gave up after a time of its own: {error}")
+            return _failed(episode, "deadline", f"the agent gave up after its own timeout: {error}")
         except DataError as error:
             return _failed(episode, "data", str(error))
         except Exception as error:  # a user's agent: it may raise anything

@@ -170,7 +170,7 @@ class PolicyModel(nn.Module):
         targets = targets.to(states.device)
         kl: Tensor | None = None
         if with_full_kl:
-            assert self.reference is not None, "the reference is told before a KL from it is asked"
+            assert self.reference is not None, "the reference has to be set before a KL from it is computed"
             inputs = HeadInputs(states, head.weight, head.bias, self.transform)
             kl = full_kl(inputs, self.reference(packed), temperature)
         chunk_step = 1

@@ -164,7 +164,7 @@ class TraceQueue:
         if first and count:
             logger.warning(
                 "traces for %s (actor_rollout_ref.rollout.trace.backend) are lost: %s. The run goes on; "
-                "further ones are counted, and told at its end",
+                "further ones are counted, and reported at its end",
                 self.name,
                 why,
             )

@@ -47,7 +47,7 @@ from hybridflow.protocol.remote import RemoteColumn
 
 logger = logging.getLogger(__name__)
 
-ONE_BATCH_DIM = "rows have one batch dim here; groups are told by the column uid, and reshaped by the reader"
+ONE_BATCH_DIM = "rows have one batch dim here; groups are named by the column uid, and reshaped by the reader"
 
 
 @dataclass

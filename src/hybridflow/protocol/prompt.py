@@ -120,7 +120,7 @@ def _units(token_ids: tuple[int, ...], media: Sequence[Medium]) -> Units:
         if medium.length < 1 or not medium.digest:
             raise DataError(
                 f"medium {number} has {medium.length} placeholders and the digest {medium.digest!r}: it "
-                "needs at least one placeholder, and a digest by which it is told from others"
+                "needs at least one placeholder, and a digest that identifies it"
             )
         if not free_from <= medium.start < stop <= len(token_ids):
             raise DataError(

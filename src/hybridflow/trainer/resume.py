@@ -292,7 +292,7 @@ def say_where(done: int, total: int, path: Path) -> None:
     if done >= total:
         logger.warning(
             "the run is complete: %d of %d steps are done, none is left. To train on, raise "
-            "trainer.total_epochs or trainer.total_training_steps; to start anew, set "
+            "trainer.total_epochs or trainer.total_training_steps; to start over, set "
             "trainer.resume_mode=disable or another trainer.experiment_name",
             done,
             total,

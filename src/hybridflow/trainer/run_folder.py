@@ -95,7 +95,7 @@ class RunFolder:
             try:
                 before = dict(flatten(read_yaml(path)))
             except ValueError as error:
-                logger.warning("%s could not be read and is written anew: %s", path, error)
+                logger.warning("%s could not be read and is rewritten: %s", path, error)
         path.write_text(text, encoding="utf-8")
         now = dict(flatten(read_yaml(path)))
         return [

@@ -97,7 +97,7 @@ class Holding:
         for name, dim in twin.slices.items():
             boxes[name] = boxes[name].cut(dim, twin.replica.rank, twin.replica.size)
         odd = [name for name, box in boxes.items() if box.shape != twin.shapes[name]]
-        assert not odd, f"{odd[:3]}: the twin's slice is of another shape than what it is to hold"
+        assert not odd, f"{odd[:3]}: the twin's slice has another shape than the box that it holds"
         return cls(boxes, frozenset(twin.slices), twin.replica)
 
     def part(self, name: str, tensor: Tensor) -> Tensor:

@@ -68,7 +68,7 @@ class Reshard:
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         now = {each.name: each for each in held()}
-        assert set(wanted) <= set(now), f"nobody holds {sorted(set(wanted) - set(now))[:3]}"
+        assert set(wanted) <= set(now), f"no rank holds {sorted(set(wanted) - set(now))[:3]}"
         self.held = held
         self.wanted = dict(wanted)
         self.device = torch.device(device)

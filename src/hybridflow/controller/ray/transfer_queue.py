@@ -67,7 +67,7 @@ class TransferQueue:
         logger.info(
             "rows are in TransferQueue (%s), which this run has %s",
             settings.get("backend", {}).get("storage_backend", SIMPLE),
-            "started" if begun else "joined, with the settings of whoever started it",
+            "started" if begun else "joined, with the settings of the run that started it",
         )
         made = cls(f"hybridflow-{uuid.uuid4().hex}")
         made._begun = begun
@@ -168,7 +168,7 @@ def _within(seconds: float, work: Callable[[], Any], cpus: int) -> None:
     except concurrent.futures.TimeoutError as error:
         raise WorkerError(
             f"TransferQueue has not started within {seconds:.0f} s (trainer.startup_timeout): its processes "
-            f"take {cpus} CPUs of the Ray cluster beside those of the run; are so many free?"
+            f"take {cpus} CPUs of the Ray cluster beside those of the run; are that many free?"
         ) from error
     except Exception as error:
         raise WorkerError(f"TransferQueue does not start with trainer.transfer_queue: {error}") from error

@@ -247,7 +247,7 @@ class BackgroundTracker(Tracker):
         if self.failures == 1:
             logger.warning(
                 "%s (trainer.logger) failed: %s. The run goes on, and metrics.jsonl has every step; further "
-                "failures of %s are counted, and told at the end",
+                "failures of %s are counted, and reported at the end",
                 self.name,
                 why,
                 self.name,

@@ -159,7 +159,7 @@ class Collector(Worker):
             self._traces.close()
 
     async def _play(self, index: int, prompt: PromptRow, timed: bool) -> None:
-        assert self._client is not None, "it was told whom to ask before it was told to play"
+        assert self._client is not None, "it gets its client before it runs a group"
         try:
             made = await self._pipeline.run_group(index, prompt, self._client, self._numbers, timed=timed)
             if self._agents.are_used:

@@ -196,7 +196,7 @@ class PinnedSource(AheadSource):
                 self.roles.rollout.break_off()  # again: a list may have been about to begin
                 thread.join(LOOK_SECONDS)
             if thread.is_alive():
-                logger.warning("generation has not ended %g s after it was told to", CLOSE_SECONDS)
+                logger.warning("generation has not ended %g s after it was asked to", CLOSE_SECONDS)
         super().close()
 
     def admitted(self) -> Iterator[tuple[int, list[PromptRow]]]:

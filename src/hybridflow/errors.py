@@ -78,7 +78,7 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, number: int, where: str, *, at_once: bool = False) -> None:
         super().__init__(number, where)
         self.number = number
-        """Of the signal."""
+        """The number of the signal."""
         self.where = where
         """Where the run was, for example "in step 3/8"."""
         self.at_once = at_once

@@ -33,7 +33,7 @@ from hybridflow.tools.base import numbers_of
 TAKEN = ("top_p", "top_k", "min_p", "repetition_penalty", "max_tokens", "min_tokens", "ignore_eos")
 """Sampling parameters that a call may set, besides stop and stop_token_ids."""
 WITHOUT_EFFECT = {"logprobs", "skip_special_tokens", "include_stop_str_in_output", "detokenize", "n", "seed"}
-"""Sampling parameters of other engines that ids and log-probs do not hang on here."""
+"""Sampling parameters of other engines that do not affect ids and log-probs here."""
 
 
 class TokenOutput(list[int]):

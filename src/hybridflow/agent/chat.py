@@ -146,7 +146,7 @@ class _Dialogue:
     """Numbers of tools and of the environment, the newest of each name."""
     counts: Counter[str] = field(default_factory=Counter)
     difference: Difference | None = None
-    """Where the tokens are not what the chat template renders, if that was looked at."""
+    """Where the tokens are not what the chat template renders, if that was checked."""
 
     def __post_init__(self) -> None:
         self.conversation = Conversation(

@@ -174,7 +174,7 @@ class Recording:
         self.limits = endpoint.limits
         self.readers = endpoint.readers
         self.failure: TrajectoryFailed | LengthReached | None = None
-        """Reason of ours for which a request was not answered. One that fails the trajectory stays the first;
+        """Our own error for which a request was not answered. One that fails the trajectory stays the first;
         an agent whose conversation is too long may go on with a shorter one.
         """
         self.messages: list[Message] = []

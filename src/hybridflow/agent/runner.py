@@ -59,15 +59,15 @@ AgentOf = Callable[[Episode], Agent]
 Ended = Callable[[int, Trajectory], None]
 """Called with the place of an episode and its trajectory, as soon as it has ended."""
 LEAST = 8
-"""Trajectories that run at once in any case."""
+"""Trajectories that may always run at once."""
 START = 64
 INCREASE = 8
-"""Trajectories more after each look at engines that keep up, once there was a crowd."""
+"""Increase of the limit after each check of engines that keep up, once there was a crowd."""
 DECREASE = 0.5
-"""Share that is left after a look at engines that do not."""
+"""Factor on the limit after a check of engines that do not."""
 LOOK_SECONDS = 1.0
 CROWDED = 0.25
-"""Share of the requests that may wait for room before fewer trajectories are let run."""
+"""Share of the requests that may wait for room before the limit is lowered."""
 
 
 class Runner:

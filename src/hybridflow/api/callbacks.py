@@ -56,7 +56,7 @@ class Callback:
 
 
 Callbacks = Sequence[Any] | Callback | Callable[[int, Mapping[str, float]], Any]
-"""A list of listeners, or one alone; `as_callbacks` says what a listener may be."""
+"""A list of callbacks, or one alone; `as_callbacks` says what a callback may be."""
 
 METHODS = tuple(name for name in vars(Callback) if name.startswith("on_"))
 

@@ -48,7 +48,7 @@ class Run:
         self.message = message
         """Why the run ended before its last step, and how to go on; empty otherwise."""
         self.notes = list(notes)
-        """What the configuration wanted to be said, as the command prints it."""
+        """The notes on the configuration, as the command prints them."""
 
     @classmethod
     def open(cls, folder: str | os.PathLike[str]) -> Run:

@@ -56,7 +56,7 @@ DTYPE_NAMES = {
 """The format's name for each dtype."""
 
 GROUP_BYTES = 256 * 2**20
-"""Size at which a group of tensors is large enough, which are copied from a device together."""
+"""Size at which a group of tensors that are copied from a device together is complete."""
 SMALL_BYTES = 16 * 2**20
 """Size from which a tensor is copied by itself."""
 

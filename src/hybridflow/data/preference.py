@@ -38,7 +38,7 @@ MISMATCHED = -1
 """An answer to another prompt than the one it is given to: kto's reference point is made of them."""
 WRONG = 1
 RIGHT = 2
-"""What stands in a mask where a step ends, so that a row that is cut keeps the labels of its tokens."""
+"""The value in a mask where a step ends, so that a row that is cut keeps the labels of its tokens."""
 
 
 @dataclass(frozen=True)

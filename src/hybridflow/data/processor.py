@@ -40,7 +40,7 @@ class Read:
     """A picture or a video as the model reads it."""
 
     token_ids: tuple[int, ...]
-    """What stands in the prompt in the place of its placeholder."""
+    """The tokens in the prompt in place of its placeholder."""
     media: tuple[Medium, ...]
     """Its parts, with `start` counted from the first of these tokens."""
 

@@ -247,9 +247,9 @@ class WarmUpOptions:
     accuracy: float = 0.5
     """Greedy accuracy on the held-out questions at which it ends."""
     check_every: int = 5
-    """Steps between two looks at that accuracy: it climbs steeply once it climbs."""
+    """Steps between two checks of that accuracy: it climbs steeply once it climbs."""
     first_check: int = 60
-    """No look before this step: no seed is near the mark by then."""
+    """No check before this step: no seed is near the mark by then."""
     max_steps: int | None = None
     """Steps at which it ends in any case; None: the recipe's."""
 

@@ -35,7 +35,7 @@ RATIOS = (1.0, 1.5, 0.5, 1.0, 1.1, 0.9)
 ADVANTAGES = (-1.0, 1.0, 1.0, 1.0, -1.0, -1.0)
 """Advantage of every token of a row, where a loss is tried."""
 JUNK = 7.0
-"""What stands outside of the mask where that must change nothing."""
+"""The value outside of the mask, where it must change nothing."""
 TOLERANCE = 1e-5
 
 

@@ -33,7 +33,7 @@ class Features(NamedTuple):
     """The tower's features of one medium."""
 
     tokens: Tensor
-    """[length, H]: what stands in the place of its placeholders."""
+    """[length, H]: the embeddings in place of its placeholders."""
     deep: tuple[Tensor, ...] = ()
     """[length, H] each: what is added to the states after the first layers."""
 
@@ -67,7 +67,7 @@ class Family:
     features: Callable[[Any, Sequence[Medium]], list[Features]]
     """(base model, media) -> their features."""
     sample: Callable[[PretrainedConfig], Medium]
-    """A small medium whose values are numbers without a meaning, for probes."""
+    """A small medium with arbitrary values, for probes."""
     arguments: Callable[[Tensor, int, Medium], dict[str, Tensor]]
     """(token ids [N], the placeholder's, picture) -> arguments for the forward of transformers."""
 

@@ -18,7 +18,7 @@ Feed = Literal["line", "report", "health", "reward watch"]
 
 FILE = Path(__file__).with_suffix(".yaml")
 OF_VALIDATION = "val-aux/"
-"""Stands before the names of agents' metrics in validation."""
+"""Prefix of the names of agents' metrics in validation."""
 PLACEHOLDERS: dict[str, tuple[str, str]] = {
     "role": ("actor|critic|process_reward|train", "actor, critic or process_reward; train outside of PPO"),
     "stat": ("mean|max|min", "mean, max or min"),

@@ -35,7 +35,7 @@ T = TypeVar("T")
 
 REFRESHES_PER_SECOND = 4
 EARLY_SECONDS = 300.0
-"""Seconds from the start in which somebody is likely to be watching a pipe."""
+"""Seconds from the start in which a person is likely to be watching a pipe."""
 EARLY_SILENCE = 10.0
 """Longest silence on a pipe in that time, in seconds; afterwards it is `LATE_SILENCE`."""
 LATE_SILENCE = 60.0
@@ -94,7 +94,7 @@ class Progress:
         self.console = console or shared_console
         self.clock = clock
         self.last_output = 0.0
-        """When the run has last said something, by the clock; kept while the display is on."""
+        """When the run last logged something, by the clock; kept while the display is on."""
         self._phases: list[Phase] = []
         self._lock = threading.RLock()
         self._display: Display | None = None

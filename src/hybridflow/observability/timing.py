@@ -57,7 +57,7 @@ class Timeline:
         self._spans: list[TimeSpan] = []
         self._trajectories = 0
         self.active = False
-        """Whether somebody takes the spans."""
+        """Whether a tracker takes the spans."""
 
     def start(self) -> None:
         """Begin to keep spans."""
@@ -126,7 +126,7 @@ WORDS = {
     "val_reward": "scoring",
     "save_checkpoint": "saving a checkpoint",
 }
-"""What a section is called in front of people; one that is not here is not reported."""
+"""The display names of sections; one that is not here is not reported."""
 
 
 class Timer:

@@ -36,7 +36,7 @@ class Found(NamedTuple):
     placements: int
     """Ways of sharing devices that were tried."""
     tried: int
-    """Ways of dealing out the devices that were simulated."""
+    """Divisions of the devices that were simulated."""
 
 
 @dataclass

@@ -682,7 +682,7 @@ class PendingRows(Protocol):
 
 
 class DataProtoFuture:
-    """The rows that `futures` will give, joined by `collect` once somebody asks; the result is kept."""
+    """The rows that `futures` will give, joined by `collect` at the first access; the result is kept."""
 
     def __init__(
         self,

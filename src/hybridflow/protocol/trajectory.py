@@ -21,7 +21,7 @@ from hybridflow.protocol.spans import TraceSpan
 
 FailureCause = Literal["infrastructure", "environment", "data", "deadline", "cancelled"]
 """Why a trajectory has no reward: an engine or a process broke; a tool, an environment or the reward function
-raised; its prompt cannot be served; time ran out; somebody ended it.
+raised; its prompt cannot be served; time ran out; it was aborted.
 """
 
 

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 __all__ = ["DeadlinePassed", "EngineReplica", "LLMClient", "PartialOutput", "Replica", "ReplicaLost"]
 
 LEAST_WAIT = 0.05
-"""Seconds between two looks at a replica's clock, which may stand just before a deadline."""
+"""Seconds between two checks of a replica's clock, which may be stopped just before a deadline."""
 STICKY_KEYS = 65_536
 """Keys that are remembered; the least recently used one is forgotten first."""
 STICKY_LEAD = 32

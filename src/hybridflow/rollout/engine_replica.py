@@ -40,13 +40,13 @@ from hybridflow.rollout.session_engine import check_ids
 logger = logging.getLogger(__name__)
 
 STEPS_PER_TALK = 16
-"""Steps of a closed session between two talks of the ranks: nothing can join, and a pause may come late."""
+"""Steps of a closed session between exchanges of the ranks: nothing can join, and a pause may come late."""
 CHANGE_SECONDS = 600.0
 """Longest wait of a later rank for a change of the weights that the first rank has been given."""
 SPAN_SECONDS = 5.0
 """Longest span of a profile that covers steps of the engine: a step of training may begin within one."""
 IDLE_SECONDS = 10.0
-"""Longest time between two talks of the ranks: the collective of a rank that waits has a limit."""
+"""Longest time between two exchanges of the ranks: the collective of a rank that waits has a limit."""
 
 
 class ReplicaLost(RolloutError):
@@ -109,7 +109,7 @@ class ReplicaUse:
 @dataclass(eq=False)
 class _Ticket:
     request: GenerationRequest
-    """With what was begun of it, once it was preempted."""
+    """With its partial response, once it was preempted."""
     tap: Tap | None
     added: bool = False
     """Whether the session has the request."""

@@ -23,9 +23,9 @@ from hybridflow.sandbox.program import MAIN, Room, run_program
 from hybridflow.sandbox.system_calls import PR_SET_CHILD_SUBREAPER, prctl
 
 LOOK_SECONDS = 0.02
-"""How often the memory and the processes of the program are looked at."""
+"""How often the memory and the processes of the program are checked."""
 SHARE_OF_LOOKING = 0.1
-"""Part of the time that looking may take, where there are many processes to look through."""
+"""Part of the time that these checks may take, where there are many processes."""
 
 
 class _Output:

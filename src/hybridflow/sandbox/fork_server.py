@@ -44,7 +44,7 @@ from hybridflow.sandbox.system_calls import (
 )
 
 UIDS = range(64999, 61184, -1)
-"""Where an unused uid is looked for: above those of people and services, below the user `nobody`."""
+"""The range to search for an unused uid: above those of people and services, below the user `nobody`."""
 _SYS_ADMIN = 1 << 21
 _MODULES = (
     "base64 bisect collections copy dataclasses datetime decimal fractions functools heapq io itertools"

@@ -190,7 +190,7 @@ class RunState:
     models: Mapping[str, Any] = field(default_factory=dict)
     """The facts of the run's models (`resume.py`), which a checkpoint that it goes on from has too."""
     may_change_model: bool = False
-    """True: a checkpoint of other models is gone on from all the same, with a warning."""
+    """True: the run resumes from a checkpoint of other models all the same, with a warning."""
     parts: Mapping[str, Resumable] = field(default_factory=dict)
     """Further state of the driver, by its name in a checkpoint."""
     begin_empty: Collection[str] = ()

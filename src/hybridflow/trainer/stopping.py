@@ -67,7 +67,7 @@ VARIABLES = (
     "MLP_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
     "SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP",
 )
-"""Environment variables in which platforms say when the machine is taken back."""
+"""Environment variables in which platforms give the time at which the machine is reclaimed."""
 FIRST_SAVE_SECONDS = 60.0
 """Seconds that a save is taken to need before one was measured."""
 MILLISECONDS = 1e11
@@ -76,7 +76,7 @@ MILLISECONDS = 1e11
 
 @dataclass
 class Expiry:
-    """The time at which the machine is taken back, and what it takes to save before it."""
+    """The time at which the machine is reclaimed, and the seconds that a save before it takes."""
 
     at: float | None = None
     """Seconds since 1970; None: not known."""

@@ -78,13 +78,13 @@ class Trainer(Generic[Source, Step]):
     save_freq: int
     """Save every `save_freq` steps, after the last one, and when a signal ends the run; 0 or less: never."""
     expiry: Expiry = field(default_factory=Expiry)
-    """When the machine is taken back, where somebody has said so: the run saves before it."""
+    """When the machine is reclaimed, where that is known: the run saves before it."""
     validates_first: bool = False
     """Validate before the first step."""
     only_validates: bool = False
     """Validate once, and train nothing."""
     keeping: Callable[[TrainBatch, int], AbstractContextManager[None]] = _no_context
-    """Context around the step that learns from a batch: what is there to be trained again is written here."""
+    """Context around the step that learns from a batch: its rows are written here, to be trained again."""
     profiling: Callable[[int], AbstractContextManager[None]] = _no_context
     """Context of each step, in which it may be recorded."""
     after_update: Callable[[DataProto], None] = _nothing

@@ -49,7 +49,7 @@ COLLECTOR_NUMBERS = 1 << 48
 Outbox: TypeAlias = "queue.SimpleQueue[GenerationOutput | BaseException | None]"
 """Outputs not yet collected, and the error that the engine has died of; None ends a wait for them."""
 Deliver = Callable[[int, GenerationOutput], None]
-"""Sends an output to the process that has asked for it; the first argument is the rank that has it."""
+"""Sends an output to the process that has requested it; the first argument is the rank that has it."""
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,7 @@ Finished = Callable[[GenerationOutput], None]
 POLL_SECONDS = 5.0
 """Longest wait for the next output of a rank before it is asked again."""
 LEAVE_SECONDS = 5.0
-"""Longest wait for the end of a step in this process where somebody wants to leave at once."""
+"""Longest wait for the end of a step in this process where a caller wants to leave at once."""
 UNWIND_SECONDS = 1.0
 """Time for work to hear that its engines are lost, before it is cancelled."""
 

@@ -32,7 +32,7 @@ class WorkerReplica:
         self.name = f"{group.role}-{rank}"
         self.rank = rank
         self.version: int | None = None
-        """Version of the weights, as the engine said when it was last heard of."""
+        """Version of the weights, as of the engine's last report."""
         self.failure: str | None = "nothing is generated yet: use opened(), generate() or run()"
         self._group = group
         self._kind = kind

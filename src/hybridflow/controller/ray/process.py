@@ -42,7 +42,7 @@ if TYPE_CHECKING:
 TASKS: dict[Lane, str] = {"ordered": "invoke", "requests": "invoke_request", "collect": "invoke_collect"}
 """The method of `RankProcess` for calls of a lane."""
 Answer = tuple[Failure | Held | None, Packet | Held | Failure]
-"""The status, which the driver reads, and the result, which it fetches when somebody asks for it. Both say
+"""The status, which the driver reads, and the result, which it fetches when it is needed. Both say
 where a result is that is in TransferQueue.
 """
 

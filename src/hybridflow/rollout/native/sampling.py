@@ -177,7 +177,7 @@ class Sampled(NamedTuple):
 
 
 Edit = Callable[[Tensor, slice], Tensor]
-"""(logits [n, V], which rows these are) -> other logits, by which tokens are chosen."""
+"""(logits [n, V], the rows they belong to) -> the logits by which tokens are chosen."""
 
 
 def sample(

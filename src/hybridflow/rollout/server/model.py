@@ -15,7 +15,7 @@ from hybridflow.tools.parsers.response import OtherFormats
 from hybridflow.tools.parsers.source import overlap
 
 BROKEN = "\ufffd"
-"""Character that a decoder writes for bytes that are no character (yet)."""
+"""Character that a decoder writes for incomplete bytes of a character."""
 MOST_PENDING = 3
 """Broken characters at the end that may still become others: a character lacks at most three bytes."""
 MOST_PENDING_OF_RUNS = 64

@@ -42,7 +42,7 @@ class Subject:
     """The model that answers."""
 
     name: str
-    """What the user has called it."""
+    """The name that the user has given it."""
     state: str = ""
     """Identifies its weights among others under the same name; empty where that is not known."""
     step: int = 0

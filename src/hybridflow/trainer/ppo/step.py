@@ -272,7 +272,7 @@ class Overlap:
         self.are_colocated = are_colocated
         self.timer = timer
         self.alone = alone
-        """Context of the calls of a role, which has its processes for itself there."""
+        """Context of the calls of a role, in which it has its processes to itself."""
 
     def __call__(self, jobs: Sequence[Job[T]]) -> list[T]:
         """Return the results in the order of `jobs`.

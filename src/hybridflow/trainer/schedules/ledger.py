@@ -91,7 +91,7 @@ class Ledger:
             sync(path.parent)
         self.path = path
         self.state = _fold(path)
-        """What the transitions amount to that no rewind has undone; each `append` changes it."""
+        """The state after all transitions that no rewind has undone; each `append` changes it."""
         lines = _whole_lines(path)
         self.position = len(lines)
         """Lines of the file: what a checkpoint keeps, and `rewind` takes."""

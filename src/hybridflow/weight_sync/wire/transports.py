@@ -177,7 +177,7 @@ class _GroupEnd:
     buffer: Tensor
     _group: Any
     _by_gloo: bool
-    """Whether bytes travel in main memory, for want of a group of the device's own."""
+    """Whether bytes travel in main memory, since there is no process group for the device."""
     _tunnel: Tunnel | TunnelEnd
 
     def _join(self, store: Any, rank: int, world: int, device: str, timeout: float) -> None:

@@ -193,7 +193,7 @@ class AgentLoopBase(ABC):
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        """Play the trajectory; `kwargs` are the columns of the data row, its messages as `raw_prompt`."""
+        """Run the trajectory; `kwargs` are the columns of the data row, its messages as `raw_prompt`."""
 
 
 Loop = Callable[..., AgentLoopBase]

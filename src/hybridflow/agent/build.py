@@ -74,7 +74,7 @@ class AgentBuilder:
         return SINGLE_TURN
 
     def agent(self, name: str) -> Agent:
-        """Return the agent of this name; ConfigError or DataError where there can be none."""
+        """Return the agent of this name; ConfigError or DataError where it cannot be built."""
         if name not in self._by_name:
             self._by_name[name] = self._made(name)
         return self._by_name[name]

@@ -140,7 +140,7 @@ class Endpoint:
             )
 
     def _signed(self, number: str) -> str:
-        """Return the secret of a trajectory; it is known again without being kept."""
+        """Return the secret of a trajectory, which is verified without being stored."""
         return f"{number}-{hmac.new(self._key, number.encode(), hashlib.sha256).hexdigest()[:32]}"
 
 
@@ -188,12 +188,12 @@ class Recording:
         self._answered: dict[Key, _Answered] = {}
 
     def check_open(self) -> None:
-        """Raise ApiError 410 where the trajectory has ended or has failed: clients do not try that again."""
+        """Raise ApiError 410 where the trajectory has ended or has failed: clients do not retry that."""
         if self._ended or isinstance(self.failure, TrajectoryFailed):
             raise _has_ended()
 
     async def end(self) -> None:
-        """Take no further requests, and cancel those that run."""
+        """Accept no further requests, and cancel running ones."""
         self._ended = True
         await cancel(list(self._running))
 
@@ -291,7 +291,7 @@ class Recording:
                 new = _named_results(messages, length)
                 after = self._endpoint.template.after_answer(answered.last_token, new, tools)
             except DataError as error:
-                logger.debug("a row of its own for a conversation that goes on: %s", error)
+                logger.debug("a new row for a conversation that continues: %s", error)
                 break
             return [*answered.token_ids, *after, *given]
         with template_errors_refused():

@@ -84,7 +84,7 @@ class Agent(Protocol):
     """Runs episodes by calling the policy; one instance serves all episodes of a run."""
 
     async def run(self, episode: Episode, policy: Policy) -> AgentResult:
-        """Play one episode. What it raises fails the trajectory; TrajectoryFailed names the cause."""
+        """Run one episode. What it raises fails the trajectory; TrajectoryFailed names the cause."""
 
 
 class TrajectoryFailed(HybridFlowError):
@@ -155,12 +155,12 @@ class Policy:
         return output
 
     async def close(self) -> None:
-        """End the calls that still run, and take no further ones: the trajectory has ended."""
+        """End running calls, and accept no further ones: the trajectory has ended."""
         self._closed = True
         await self._client.abort(list(self._running))
 
     def _room(self, prompt: Prompt) -> int:
-        """Return how many tokens an output may have."""
+        """Return the most tokens that an output may have."""
         limits = self.limits
         if not self._begun and len(prompt) > limits.max_prompt_length:
             raise TrajectoryFailed(

@@ -32,7 +32,7 @@ class EnvironmentSpec:
 
     @classmethod
     def of(cls, name: str, options: Mapping[str, Any]) -> EnvironmentSpec:
-        """Make one, to see that it can be made; ConfigError where it can not."""
+        """Make one, to check that it can be made; ConfigError where it cannot."""
         return cls(name, options, tool_methods(type(load_environment(name, options)())))
 
 

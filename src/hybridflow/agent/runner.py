@@ -101,7 +101,7 @@ class Runner:
         self._told: set[FailureCause] = set()
 
     def concurrency(self, client: LLMClient) -> Concurrency:
-        """Return places for as many trajectories as the engines of `client` keep up with."""
+        """Return a semaphore for as many trajectories as the engines of `client` keep up with."""
         return Concurrency(self._limit, self._config.max_concurrent, lambda: self._are_crowded(client))
 
     async def run(
@@ -113,7 +113,7 @@ class Runner:
     ) -> None:
         """Run all episodes and report the end of each; a failed one ends nothing but itself.
 
-        `shared` has the places of all runs that go on at once, and somebody adapts it; None: this is the only
+        `shared` has the places of all concurrent runs, and is adapted by its owner; None: this is the only
         run.
         """
         concurrency = shared or self.concurrency(client)
@@ -140,7 +140,7 @@ class Runner:
         return in_engines > CROWDED * client.load or self._hosts.waiting > CROWDED * self._limit.value
 
     async def _with_retries(self, client: LLMClient, episode: Episode) -> Trajectory:
-        """Play an episode until it has not failed, or its cause allows no further try."""
+        """Run an episode until it succeeds, or its cause allows no further try."""
         retries = self._config.retries
         left = {
             "infrastructure": retries.infrastructure,
@@ -244,7 +244,7 @@ async def _in_time(playing: Coroutine[Any, Any, AgentResult], deadline_s: float)
 
 
 async def _without_exit(playing: Coroutine[Any, Any, AgentResult]) -> AgentResult:
-    """Return what an agent gives; RuntimeError where it calls sys.exit(), which would end the event loop."""
+    """Return the result of an agent; RuntimeError for sys.exit(), which would end the event loop."""
     try:
         return await playing
     except SystemExit as error:
@@ -252,7 +252,7 @@ async def _without_exit(playing: Coroutine[Any, Any, AgentResult]) -> AgentResul
 
 
 def _check(result: AgentResult, calls: Sequence[Call], rows: Sequence[Lineage]) -> None:
-    """Raise TrajectoryFailed for a result that no row can be made of."""
+    """Raise TrajectoryFailed for a result that cannot become rows."""
     if not calls:
         raise TrajectoryFailed("environment", "the agent ended without a call to the model")
     if len(rows) > ROWS_PER_TRAJECTORY:
@@ -316,7 +316,7 @@ class Concurrency:
             await self.look()
 
     async def look(self) -> None:
-        """Set the limit by how crowded it is now; a decrease is waited for before the next one."""
+        """Set the limit by how crowded it is now; a decrease takes effect before the next one."""
         limit = self.limit
         if self._is_crowded():
             limit.was_crowded = True

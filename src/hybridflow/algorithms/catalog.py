@@ -51,7 +51,7 @@ def takes_by_place(signature: Signature) -> bool:
 
 @dataclass(frozen=True)
 class Description:
-    """The description of a function, or of a class, in its source."""
+    """What the source of a function, or of a class, says of it."""
 
     module: str
     name: str

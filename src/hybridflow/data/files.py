@@ -174,7 +174,7 @@ def _why_unreadable(table: pa.Table, place: int) -> str:
         except UnicodeDecodeError as error:
             return (
                 f"column {name} holds text that is not UTF-8 ({error.reason} at byte {error.start}): the "
-                "file is damaged, write it anew"
+                "file is damaged, write it again"
             )
         except _UNREADABLE as error:
             return f"column {name} cannot be read ({type(error).__name__}: {error})"
@@ -256,7 +256,7 @@ def unreadable_parquet(address: str) -> Iterator[None]:
     except UnicodeDecodeError as error:
         raise DataError(
             f"{address}: the name of a column or of a field is not UTF-8 ({error.reason} at byte "
-            f"{error.start}): the file is damaged, write it anew"
+            f"{error.start}): the file is damaged, write it again"
         ) from error
     except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{address} is no readable parquet file: {error}") from error
@@ -327,7 +327,7 @@ def _in_column(line: bytes) -> str:
 
 
 def _not_utf8(error: UnicodeDecodeError) -> str:
-    return f"the text is not UTF-8 ({error.reason} at byte {error.start}): write it anew in UTF-8"
+    return f"the text is not UTF-8 ({error.reason} at byte {error.start}): write it again in UTF-8"
 
 
 def _json_reason(error: Exception) -> str:

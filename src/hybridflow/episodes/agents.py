@@ -35,7 +35,7 @@ class Agents:
     def __init__(self, config: PPOConfig, tokenizer: Tokenizer, names: Collection[str] = ()) -> None:
         """Build the agents that the keys name, and those of these `names`, which rows of the data give.
 
-        ConfigError or DataError where one of them cannot be had.
+        ConfigError or DataError where one of them cannot be built.
         """
         asked = set(names) - {SINGLE_TURN}
         self.are_used = bool(asked) or uses_agents(config)

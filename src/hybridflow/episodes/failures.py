@@ -34,7 +34,7 @@ class Failures:
         self._has_learned = False
 
     def begin(self, step: int) -> None:
-        """Go on after a step, with which the run has learned; at 0 remove the file of an earlier run in the
+        """Start after a step that the run has trained; at 0 remove the file of an earlier run in the
         same folder.
         """
         self._has_learned = step > 0
@@ -56,7 +56,7 @@ class Failures:
         self._file.write_text(json.dumps({**self.first, **earlier}), encoding="utf-8")
 
     def end_step(self, num_rows: int) -> None:
-        """Note how many rows a step has; RolloutError for the last of too many steps in a row without."""
+        """Note how many rows a step has; RolloutError after too many steps in a row without rows."""
         if num_rows:
             self._in_a_row = 0
             self._has_learned = True

@@ -92,7 +92,7 @@ def validation_requests(
 
 
 def sampling_of(config: PPOConfig, keys: RolloutConfig | ValKwargsConfig) -> SamplingParams:
-    """Return how tokens are drawn by these keys; what ends a response is the same for all."""
+    """Return the sampling parameters by these keys; what ends a response is the same for all."""
     rollout = config.actor_rollout_ref.rollout
     return SamplingParams(
         max_tokens=config.data.max_response_length,

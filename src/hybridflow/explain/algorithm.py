@@ -287,7 +287,7 @@ def _aggregate(run: Run, mode: str, mini_key: str) -> Formula:
     numbers = []
     if "num_tokens" in equation:
         most = f"at most {mini * n * longest:,} = {mini} prompts × {n} {one} × {longest} tokens"
-        meaning = "tokens of loss_mask in the whole mini-batch, counted anew for each"
+        meaning = "tokens of loss_mask in the whole mini-batch, counted again for each"
         numbers.append(Number("num_tokens", most, mini_key, meaning=meaning))
     if "num_sequences" in equation:
         meaning = f"{mini} prompts × {n} responses; less rows with nothing to learn from"

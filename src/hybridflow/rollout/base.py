@@ -347,7 +347,7 @@ class WeightSource(Protocol):
         ...
 
     def release(self) -> None:
-        """Free the memory of the weights; nothing is done where they are not there."""
+        """Free the memory of the weights; does nothing where there are none."""
         ...
 
 
@@ -356,7 +356,7 @@ class EngineSession(Protocol):
 
     @property
     def policy_version(self) -> int:
-        """Version that tokens carry which are sampled now."""
+        """Version of the weights that tokens sampled now carry."""
         ...
 
     @property
@@ -374,19 +374,19 @@ class EngineSession(Protocol):
         ...
 
     def step(self) -> list[GenerationOutput]:
-        """Do one round, and return the outputs that are finished by it."""
+        """Run one step, and return the outputs that it finishes."""
         ...
 
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
-        """End these requests; their partial responses come back. Unknown ones are passed over."""
+        """End these requests; their partial responses are returned. Unknown ones are ignored."""
         ...
 
     def so_far(self, since: Mapping[int, int]) -> list[PartialOutput]:
-        """Return what requests have beyond the first `since[request_id]` tokens."""
+        """Return the tokens of requests beyond the first `since[request_id]` ones."""
         ...
 
     def close(self) -> None:
-        """Drop what runs, and let the engine be used otherwise."""
+        """Drop running requests, and release the engine for other uses."""
         ...
 
 

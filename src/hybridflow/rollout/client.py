@@ -58,7 +58,7 @@ class Replica(Protocol):
 
     @property
     def clock(self) -> float:
-        """Seconds that deadlines count; they may stand while the engine does."""
+        """The clock of deadlines, in seconds; it may stop while the engine is paused."""
         ...
 
     @property
@@ -157,8 +157,8 @@ class LLMClient:
                 replica.abort(ids)
 
     async def pause(self) -> None:
-        """Return when all live replicas of this process stand between two steps; RolloutError where one never
-        does.
+        """Return when all live replicas of this process are paused between two steps; RolloutError where
+        one never is.
         """
         pausing = asyncio.gather(
             *(asyncio.to_thread(replica.pause) for replica in self._here()), return_exceptions=True
@@ -177,7 +177,7 @@ class LLMClient:
             raise problems[0]
 
     def resume(self) -> None:
-        """Go on after `pause`, under the weights there are now."""
+        """Resume after `pause`, under the present weights."""
         for replica in self._here():
             with suppress(ReplicaLost):
                 replica.resume()

@@ -196,7 +196,7 @@ class EngineReplica:
 
     @property
     def waiting(self) -> int:
-        """Requests without an answer that get no tokens now: all of them where the engine stands."""
+        """Requests without an answer that get no tokens now: all of them where the engine is paused."""
         session = self._session
         if session is None or self.stands:
             return self.load
@@ -345,7 +345,7 @@ class EngineReplica:
         return RolloutStats.join(parts, together=False)
 
     def stack(self) -> str:
-        """Return where the thread is that steps the engine, for a message; empty where it stands."""
+        """Return the stack of the thread that steps the engine, for a message; empty while paused."""
         thread = self._thread
         frame = None if thread is None else sys._current_frames().get(thread.ident or 0)
         return "" if frame is None else "".join(traceback.format_stack(frame))
@@ -404,7 +404,7 @@ class EngineReplica:
             self._make(change)
 
     def _round(self) -> bool:
-        """Do one round of the session; return False when the engine is to stand."""
+        """Run one step of the session; return False when the engine is to be paused."""
         # no local name holds the session while the engine sleeps: its keys and values would not be given back
         if self._session is None:
             self._engine.wake_up()
@@ -445,7 +445,7 @@ class EngineReplica:
         return True
 
     def _commands(self, session: EngineSession) -> Commands:
-        """Return what has come, and wait for it where there is nothing else to do."""
+        """Return new commands, and wait for them where there is nothing else to do."""
         if self._closed and self._ranks.size > 1 and self._rounds % STEPS_PER_TALK:
             return Commands()
         commands = None
@@ -482,7 +482,7 @@ class EngineReplica:
             ticket.answer.set_result(output)
 
     def _grow(self, session: EngineSession) -> None:
-        """Give each tap that waits the tokens that are new to it, and no others."""
+        """Send new tokens to each waiting tap."""
         with self._changed:  # requests join meanwhile
             tickets = list(self._tickets.items())
         taps = {
@@ -517,7 +517,7 @@ class EngineReplica:
         self._moved = time.monotonic()
 
     def _preempt(self) -> None:
-        """End the session; what runs comes first in the next one, with its tokens so far."""
+        """End the session; running requests come first in the next one, with their tokens so far."""
         assert self._session is not None, "a session that runs is preempted"
         outputs = {output.request_id: output for output in self._session.abort(list(self._running))}
         running = self._running
@@ -542,7 +542,7 @@ class EngineReplica:
             session.close()
 
     def _die(self, error: BaseException) -> None:
-        """Fail all requests; the session is dropped, and the memory of the engine given back."""
+        """Fail all requests, drop the session and free the memory of the engine."""
         left = self.load
         try:
             self._leave_session()

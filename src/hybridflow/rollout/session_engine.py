@@ -43,7 +43,7 @@ class SessionEngine(ABC):
 
     @property
     def asleep(self) -> bool:
-        """Whether `wake_up` must come before anything is generated."""
+        """Whether `wake_up` has to be called before generation."""
         return False
 
     def open(self, *, closed: bool = False) -> EngineSession:
@@ -75,7 +75,7 @@ class SessionEngine(ABC):
             session.close()
 
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
-        """End requests of the running `generate` or session; their partial responses come back here."""
+        """End requests of the running `generate` or session; their partial responses are returned here."""
         if self._session is None:
             return []
         return self._session.abort(request_ids)

@@ -145,7 +145,7 @@ class ComparisonWorker(StatefulWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRICS, reads=COLUMNS)
     def evaluate(self, batch: DataProto) -> Metrics:
-        """Return the means over the rows of `batch` of all that is measured, as `val/…`."""
+        """Return the means of all measures over the rows of `batch`, as `val/…`."""
         return _means(self.measure(self.engine.forward(batch, self.spec, self.limits), batch), "val")
 
     @register(
@@ -187,7 +187,7 @@ class ComparisonGroup(StatefulGroup[ComparisonWorker]):
         super().__init__(backend, role, also_read=also)
 
     def update(self, batch: DataProto) -> Metrics:
-        """Take an optimizer step; returns the means of all that is measured as `train/…`."""
+        """Take an optimizer step; returns the means of all measures as `train/…`."""
         rows = self._with_reference_point(batch)
         count = len(rows.batch["group_ids"].unique())
         if "step_labels" in rows:

@@ -159,7 +159,7 @@ class OffPolicy:
 
 
 def measure_off_policy(batch: DataProto, wanted: OffPolicy) -> Metrics:
-    """Return the metrics that are wanted.
+    """Return the requested metrics.
 
     Raises TrainingError in exact mode where the rollout's log-probs are not those of training.
     """

@@ -127,7 +127,7 @@ class RolloutWorker(Worker):
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
     def forget(self, kind: Kind = "main") -> None:
         """End all requests and discard their outputs."""
-        self._replica(kind).forget("nobody awaits it any longer")
+        self._replica(kind).forget("it is not awaited any longer")
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
     def end_poll(self, kind: Kind = "main", opening: int = 0) -> None:
@@ -141,12 +141,12 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="requests")
     def stack(self, kind: Kind = "main") -> str:
-        """Return where the thread is that steps this rank's engine."""
+        """Return the stack of the thread that steps this rank's engine."""
         return self._replica(kind).stack()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def deliver_by(self, deliver: Deliver) -> None:
-        """Give outputs of requests from COLLECTOR_NUMBERS on to `deliver`, and not to `collect`."""
+        """Pass outputs of requests from COLLECTOR_NUMBERS on to `deliver` in place of `collect`."""
         self._deliver = deliver
 
     @register(dispatch_mode=Dispatch.RANK_ZERO, lane="collect")
@@ -191,8 +191,8 @@ class RolloutWorker(Worker):
     def pause(self, kind: Kind = "main", timeout_s: float | None = None) -> Paused:
         """Return when the engine is not stepped any more, and sleeps.
 
-        What it has begun goes on when it is resumed, under the weights of then. Raises the error of an engine
-        that has died, and RolloutError where a step takes longer than `timeout_s`.
+        Partial responses continue when it is resumed, under the weights of that time. Raises the error of an
+        engine that has died, and RolloutError where a step takes longer than `timeout_s`.
         """
         replica = self._replicas.get(kind)
         stats = RolloutStats()
@@ -257,7 +257,7 @@ class RolloutWorker(Worker):
             self._dropped = version
 
     def _replica(self, kind: Kind) -> EngineReplica:
-        """Return the replica for requests of a kind; another one after the engine has failed."""
+        """Return the replica for requests of a kind; a new one after the engine has failed."""
         with self._lock:  # requests, polls and ordered calls each come in their own thread
             replica = self._replicas.get(kind)
             if replica is None or replica.failure is not None:

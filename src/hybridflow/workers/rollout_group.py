@@ -100,7 +100,7 @@ class ReplicaSet:
 
     @property
     def patience(self) -> float:
-        """Seconds that a step of the engines may take before something is wrong."""
+        """Longest time of a step of the engines, in seconds; a longer one is an error."""
         return min(self._group.backend.call_timeout, threading.TIMEOUT_MAX / 4)
 
     @contextmanager
@@ -133,7 +133,7 @@ class ReplicaSet:
                 replica.lose(replica.failure or "nothing is generated now: generate() or run() has ended")
 
     def lose(self, error: BaseException) -> None:
-        """Fail the requests without an answer, and take no others, because of this error."""
+        """Fail the requests without an answer, and accept no others, because of this error."""
         for replica in self.replicas:
             replica.lose(f"generation has ended: {type(error).__name__}: {error}")
 
@@ -389,7 +389,7 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         return result.result(), stats
 
     def set_aside(self) -> AbstractContextManager[None]:
-        """Have the requests of `opened` wait in this context, and no engine be stepped for them, so that
+        """Pause the requests of `opened` in this context, and step no engine for them, so that
         other calls in the workers' processes have the devices for themselves.
         """
         return self._main.set_aside()

@@ -132,7 +132,7 @@ class WorkerReplica:
             raise
 
     def wait_until_submitted(self) -> None:
-        """Return when the worker has all requests that were submitted."""
+        """Wait until the worker has all submitted requests."""
         self._send()
         if self._sent is not None:
             self._sent.result()
@@ -144,7 +144,7 @@ class WorkerReplica:
             self._group.call_one(self.rank, RolloutWorker.abort, list(request_ids), self._kind)
 
     def close(self, timeout_s: float = 60.0) -> None:
-        """Take no more requests; those without an answer get ReplicaLost."""
+        """Accept no more requests; those without an answer get ReplicaLost."""
         self.lose(f"replica {self.name} was closed")
 
     def open(self, opening: int = 0) -> None:

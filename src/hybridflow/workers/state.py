@@ -181,7 +181,7 @@ class StatefulGroup(WorkerGroup[W]):
 def _of_all_ranks(mine: Digests | str) -> Digests:
     """Return the digests of all ranks.
 
-    A rank that could not write hands in the reason in place of its digests, which is raised as
+    A rank that could not write gives the reason in place of its digests, which is raised as
     CheckpointError.
     """
     found: dict[str, FileDigest] = {}

@@ -360,10 +360,10 @@ class HFSession:
         return outputs
 
     def so_far(self, since: Mapping[int, int]) -> list[PartialOutput]:
-        """Return nothing: between two steps no response is in part there."""
+        """Return nothing: between two steps there is no partial response."""
         return []
 
     def close(self) -> None:
-        """Drop what waits, and let the engine be used otherwise."""
+        """Drop waiting requests, and release the engine for other uses."""
         self._waiting = []
         self.closed()

@@ -126,7 +126,7 @@ class NativeEngine(SessionEngine):
 
     @property
     def asleep(self) -> bool:
-        """Whether `wake_up` must come before anything is generated."""
+        """Whether `wake_up` has to be called before generation."""
         return self._asleep
 
     @property
@@ -160,7 +160,7 @@ class NativeEngine(SessionEngine):
         self._recheck_graphs()
 
     def _refresh_copy(self) -> None:
-        """Refresh the copy where weights have changed; whole ones of a source go again."""
+        """Refresh the copy where weights have changed; those fetched from a source are freed again."""
         if self.quantized is None or self._copy_state == self._weights_state:
             return
         if self.source is not None:

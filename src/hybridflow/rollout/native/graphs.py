@@ -133,7 +133,7 @@ class GraphDecoder:
         return self._record((rows, keys), run, eager)
 
     def recheck(self) -> None:
-        """Compare all addresses at the next step: parameters may have moved or been replaced."""
+        """Check all addresses at the next step: parameters may have moved or been replaced."""
         self._place = None
 
     def drop(self) -> None:

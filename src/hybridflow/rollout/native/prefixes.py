@@ -71,7 +71,7 @@ class PrefixCache:
         return True
 
     def remove(self, prefix: Prefix) -> None:
-        """Remove a prefix; one that is not there any longer is passed over."""
+        """Remove a prefix; one that is already gone is ignored."""
         if prefix not in self._by_hash.get(prefix.hashes[-1], ()):
             return
         for number in prefix.hashes:
@@ -105,7 +105,7 @@ class PrefixCache:
         return best, shared
 
     def evict(self) -> bool:
-        """Give up the copy that was used least recently; False where there is none."""
+        """Evict the least recently used copy; False where there is none."""
         oldest = next(iter(self._copies), None)
         if oldest is None:
             return False

@@ -117,7 +117,7 @@ class Row:
     """How often it fell short."""
 
     def settle(self) -> bool:
-        """Note that a token was drawn of the whole vocabulary; return whether the next ones need not be."""
+        """Note that a token was drawn from the whole vocabulary; return whether the next ones need not be."""
         sampling = self.request.sampling
         if needs_of(sampling) & WHOLE or self.num_taken_back > 8 + sampling.max_tokens // SELDOM:
             return False
@@ -261,7 +261,7 @@ class Responses:
         return GenerationOutput(request_id, tokens, log_probs, ended, versions, error, stop_reason, top)
 
     def new_tokens(self, row: Row, start: int) -> PartialOutput:
-        """Return what a row has generated after its first `start` tokens, as far as the host knows."""
+        """Return the tokens of a row after its first `start` ones, as far as the host knows."""
         part = slice(start, int(self.known[row.slot]))
         top = None
         if row.needs & TOP_LOG_PROBS:
@@ -272,7 +272,7 @@ class Responses:
 
 
 def begun_beyond(request: GenerationRequest, start: int) -> PartialOutput:
-    """Return what a waiting request has after the first `start` tokens of its response."""
+    """Return the response of a waiting request after its first `start` tokens."""
     begun = request.partial_response
     top = None
     if begun.top_log_probs is not None:

@@ -191,7 +191,7 @@ class Session:
 
     @torch.no_grad()
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
-        """End these requests, unknown ones aside; their partial responses come back, with reason "abort"."""
+        """End these requests, unknown ones aside; return their partial responses, with reason "abort"."""
         ending = set(request_ids)
         outputs = [aborted(request) for request in self.scheduler.remove(ending)]
         self._look()
@@ -215,7 +215,7 @@ class Session:
         return partials
 
     def close(self) -> None:
-        """End, and let the engine be used otherwise; what runs is dropped. A repeated call does nothing."""
+        """Drop running requests, and release the engine for other uses. A repeated call does nothing."""
         if not self._open:
             return
         self._open = False

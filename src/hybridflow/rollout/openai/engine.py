@@ -298,7 +298,7 @@ class OpenAISession:
         return []
 
     def close(self) -> None:
-        """Close all connections, and let the engine be used otherwise."""
+        """Close all connections, and release the engine for other uses."""
         self.calls.stop()
         self.closed()
 
@@ -323,7 +323,7 @@ class Calls(Generic[T]):
         return len(self._open)
 
     def add(self, name: int, work: Callable[[httpx.AsyncClient], Awaitable[T]]) -> None:
-        """Begin a job; a name may come again when its job is no longer open."""
+        """Start a job; a name may be used again when its job is no longer open."""
         future = self._open[name] = asyncio.run_coroutine_threadsafe(self._run(work), self._loop)
         future.add_done_callback(lambda ended: self._done.put((name, ended)))
 

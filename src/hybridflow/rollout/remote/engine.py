@@ -77,7 +77,7 @@ class PushedEngine(SessionEngine):
 
     @property
     def asleep(self) -> bool:
-        """Whether a part of its memory was given back."""
+        """Whether a part of its memory is freed."""
         return bool(self._sleeping)
 
     def set_version(self, version: int) -> None:
@@ -302,7 +302,7 @@ class PushedSession:
         return partials
 
     def close(self) -> None:
-        """Abort what runs, and let the engine be used otherwise."""
+        """Abort running requests, and release the engine for other uses."""
         self.abort(list(self._rows))
         self.closed()
 

@@ -97,7 +97,7 @@ class Detokenizer:
         return new
 
     def end(self) -> str:
-        """Return the text that was held back: bytes that became no character."""
+        """Return the held-back text: bytes that became no character."""
         text = self._decode(self._ids[self._begin :])
         new = text[self._given :]
         self._given = len(text)

@@ -124,7 +124,7 @@ class Service:
     async def _generating(
         self, generate: Callable[[int, GenerationRequest], Coroutine[Any, Any, T]], job: Job
     ) -> AsyncGenerator[list[asyncio.Task[T]], None]:
-        """Give a task for each response, which the end of the block cancels, and count the job."""
+        """Yield a task for each response, cancelled at the end of the block, and count the job."""
         self.metrics.prompt_tokens += sum(len(prompt) for prompt in job.prompts)
         started = perf_counter()
         tasks = [asyncio.create_task(generate(*each)) for each in enumerate(self._requests(job))]

@@ -68,7 +68,7 @@ class Extension:
         return {"version": receiver.version, "has_base": receiver.has_base}
 
     def hybridflow_forget(self) -> dict[str, Any]:
-        """Forget the weights (sleep of level 2): nothing is generated until they are pushed again."""
+        """Mark the weights as dropped (sleep of level 2): no generation until they are pushed again."""
         self._hybridflow_receiver().forget()
         return {}
 

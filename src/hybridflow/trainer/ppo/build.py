@@ -152,7 +152,7 @@ def _check_own_algorithms(config: PPOConfig) -> None:
 
 
 def _refuse_pictures(config: PPOConfig, data: PromptData) -> None:
-    """Raise ConfigError where rows have pictures and what generates reads text alone."""
+    """Raise ConfigError where rows have pictures and the generation engine reads text only."""
     if not data.has_media:
         return
     if reason := reads_text_alone(config, by_rows=bool(data.agent_names - {"single_turn_agent"})):
@@ -246,7 +246,7 @@ def _further_metrics(
     values: Mapping[str, float],
     step: int,
 ) -> dict[str, float]:
-    """Keep the samples of a step; return their metrics, and what the step should have taken."""
+    """Keep the samples of a step; return their metrics, and the predicted times of the step."""
     found = samples.training(batch, values, step)
     if predictor is not None:
         found |= predictor(batch, values)
@@ -272,7 +272,7 @@ def _replay_buffer(config: PPOConfig, tokenizer: Tokenizer, source: SyncSource) 
 
 
 def _finish_batch(source: SyncSource, data: PromptData, batch: DataProto) -> None:
-    """Let the data learn from a batch that was trained."""
+    """Update the sampler by a trained batch."""
     with source.reading:
         data.finish_batch(batch)
 

@@ -90,7 +90,7 @@ class ModelReader:
     config: RewardModelRoleConfig
 
     def read(self, request: ScoreRequest) -> Reading:
-        """Return what the model reads; RewardError for a conversation that it cannot read."""
+        """Return the tokens that the model reads; RewardError for a conversation that it cannot read."""
         try:
             reading = self._steps(request) if self.config.kind == "token_score" else self._whole(request)
         except Exception as error:  # a template is a program of the model's: anything may come out of it
@@ -163,7 +163,7 @@ class ModelScorer:
         self._condition: Condition | None = term.condition
 
     def open(self) -> OpenScoring:
-        """Begin to score requests that come one by one."""
+        """Open the scoring of requests that come one by one."""
         return _Open(self, self._inner.open())
 
     def close(self) -> None:

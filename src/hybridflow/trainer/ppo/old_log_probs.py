@@ -119,7 +119,7 @@ class OldLogProbs:
         return OldOfStep(columns, metrics, off_policy)
 
     def _off_policy(self, batch: DataProto, check: LogProbCheck | None, *, measures: bool) -> OffPolicy:
-        """Return what is to be measured of a batch; `measures` says whether `rollout_corr/*` are among it."""
+        """Return which metrics to compute; `measures` says whether `rollout_corr/*` are among it."""
         bounds = None
         if measures and not self.correction.corrects:
             bounds = parse_is_threshold(self.correction.rollout_is_threshold)

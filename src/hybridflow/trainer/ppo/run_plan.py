@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def plan_of(config: PPOConfig) -> RunPlan:
-    """Return which process of a run will hold what. Raises ConfigError for a placement that cannot be."""
+    """Return the roles that each process will hold. Raises ConfigError for an impossible placement."""
     placement = Placement.from_config(config.trainer, needed_roles(config))
     rollout = config.actor_rollout_ref.rollout
     (_, groups), (_, ranks) = rollout_axes(config, len(placement.ranks("rollout")))
@@ -111,7 +111,7 @@ class Predictor:
         return found
 
     def _mfu(self, rows: Rows, measured: Mapping[str, float]) -> dict[str, float]:
-        """Return what updates use of the accelerators."""
+        """Return the utilisation of the accelerators by updates."""
         found = {}
         for role, engine in self.plan.engines.items():
             seconds = measured.get(f"timing_s/update_{role}")

@@ -59,7 +59,7 @@ class SampleLog:
 
     @property
     def validation_rows(self) -> int | None:
-        """How many rows of a validation part are wanted; None: all."""
+        """Number of rows to keep of a validation part; None: all."""
         if self.validations:
             return None
         return max(REPORT_ROWS, self.num_shown)

@@ -141,8 +141,8 @@ class PPOStep:
         return self.roles.actor.keep(rows, KEPT_COLUMNS)
 
     def _passes(self, batch: DataProto, step: int) -> tuple[DataProto, OldOfStep]:
-        """Return what the models say of the batch before the update, as columns that stay with the workers,
-        and where the old log-probs among them come from.
+        """Return the outputs of the models on the batch before the update, as columns that stay with the
+        workers, and where the old log-probs among them come from.
         """
         roles = self.roles
         first = partial(self.old_log_probs, batch, self._first_plan(step), step)
@@ -177,7 +177,7 @@ class PPOStep:
         return updates
 
     def _draw(self, batch: DataProto, own: DataProto, step: int, metrics: Metrics) -> DataProto:
-        """Draw as many trajectories as this step has itself, by their scores (PF-PPO)."""
+        """Draw as many trajectories as this step has, by their scores (PF-PPO)."""
         rng = generator(self.config.trainer.seed, "pf_ppo", step)
         drawn = resample(batch, self.config.algorithm.pf_ppo, rng, len(ByTrajectory(own).samples))
         if self.buffer is not None:
@@ -296,7 +296,7 @@ class Overlap:
         return [results[index] for index in range(len(jobs))]
 
     def _lanes(self, jobs: Sequence[Job[T]]) -> list[list[int]]:
-        """Return the numbers of jobs that have to take turns, lane by lane, ordered by their first job."""
+        """Return the numbers of jobs that have to run in turn, lane by lane, ordered by their first job."""
         lanes: list[list[int]] = []
         for index, job in enumerate(jobs):
             touched = [
@@ -310,7 +310,7 @@ class Overlap:
 
 
 def mini_batch_hook(actor: ActorGroup, config: PPOConfig, loss: PolicyLoss, step: int) -> Prepare | None:
-    """Return what decides over each whole mini-batch under the current weights, or None where nothing does:
+    """Return the function that runs on each whole mini-batch under the current weights, or None:
     rejection and weights in bypass mode, and the tokens that a loss selects (clip_cov, kl_cov).
 
     Mini-batches are formed on the driver, so that nothing has to be reduced over ranks.

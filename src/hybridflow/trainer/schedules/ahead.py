@@ -95,7 +95,7 @@ class AheadSource(SyncSource):
         return self._idle.taken()
 
     def open_items(self) -> str:
-        """Return what is not finished by the ledger."""
+        """Return the unfinished groups of the ledger."""
         with self._changed:
             return self.ledger.state.open_items()
 
@@ -105,7 +105,7 @@ class AheadSource(SyncSource):
         return self.config.data.train_batch_size
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken, also in the ledger.
+        """Resume from `state`, also in the ledger.
 
         CheckpointError where the checkpoint's run trained another number of groups a step.
         """

@@ -104,7 +104,7 @@ class ContinuousSource(AheadSource):
         self._server: threading.Thread | None = None
 
     def next(self, step: int) -> TrainBatch:
-        """Return the batch of step number `step`, sorted by index; raises what making rows has raised."""
+        """Return the batch of step number `step`, sorted by index; raises the error of making rows."""
         number = step - 1
         self.timer.reset()
         with self.timer("gen"):
@@ -209,7 +209,7 @@ class ContinuousSource(AheadSource):
             self._server.start()
 
     def _drain(self) -> None:
-        """Begin no group until all that were begun are whole."""
+        """Start no group until all that were started are complete."""
         with self._changed:
             self._admits = False
         if self._server is not None:
@@ -246,7 +246,7 @@ class ContinuousSource(AheadSource):
     # ---- in the event loop
 
     async def _play_all(self, client: LLMClient) -> None:
-        """Begin groups whenever there is room for them, until this is cancelled."""
+        """Start groups whenever there is room for them, until cancelled."""
         news = asyncio.Event()
         self._news = news
         self._loop = asyncio.get_running_loop()
@@ -268,7 +268,7 @@ class ContinuousSource(AheadSource):
             await news.wait()
 
     def _begin_groups(self) -> list[Group]:
-        """Return the groups that may be begun now: those of a checkpoint first, then new ones."""
+        """Return the groups that may start now: those of a checkpoint first, then new ones."""
         begun = []
         with self._changed:
             state = self.ledger.state
@@ -298,7 +298,7 @@ class ContinuousSource(AheadSource):
         return group
 
     async def _play(self, group: Group, client: LLMClient) -> None:
-        """Make the rows of a group; whatever fails as a whole ends the run."""
+        """Make the rows of a group; an error of the whole group ends the run."""
         try:
             made = await self.run_group(group.index, group.prompt, client, self._numbers)
             self.failures.add_all(made.failed)

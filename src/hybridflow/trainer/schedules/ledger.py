@@ -102,7 +102,7 @@ class Ledger:
         self._lock = Lock()
 
     def append(self, *transitions: Transition) -> None:
-        """Take in the transitions and write their lines in one piece; they are written when this returns.
+        """Apply the transitions and write their lines in one piece; they are written when this returns.
 
         Raises ImpossibleTransition where one cannot follow: it and those behind it are then not written.
         """
@@ -186,7 +186,7 @@ class Ledger:
 
 
 def surviving_transitions(path: Path) -> Iterator[tuple[int, Transition]]:
-    """Give the transitions of a file that no rewind has undone, each with the number of its line, from 0.
+    """Yield the transitions of a file that no rewind has undone, each with the number of its line, from 0.
 
     Raises CheckpointError where any line is damaged.
     """

@@ -203,7 +203,7 @@ class LedgerState:
         return Phase(self._phases[index])
 
     def apply(self, transition: Transition) -> None:
-        """Take in one transition, or raise ImpossibleTransition and change nothing where it cannot follow."""
+        """Apply one transition, or raise ImpossibleTransition and change nothing where it cannot follow."""
         match transition:
             case Admitted():
                 self._admit(transition)
@@ -240,7 +240,7 @@ class LedgerState:
             self.tokens[name] += getattr(transition, "tokens", 0)
 
     def open_items(self) -> str:
-        """Return what is not finished, as one line for the message of a deadline that has passed."""
+        """Return the unfinished groups, as one line for the message of a deadline that has passed."""
         parts = [f"version {self.version}, {self.num_admitted} groups admitted"]
         for phase in ACTIVE:
             indices = sorted(index for index in self.active if self.phase(index) == phase)

@@ -88,7 +88,7 @@ class PinnedSource(AheadSource):
         return max(self._first, min(self.total_steps, version + self.run_ahead))
 
     def next(self, step: int) -> TrainBatch:
-        """Return the batch of step number `step`; raises what making it has raised."""
+        """Return the batch of step number `step`; raises the error of making it."""
         batch = step - 1
         began = time.perf_counter()
         if self.disaggregated:
@@ -200,7 +200,7 @@ class PinnedSource(AheadSource):
         super().close()
 
     def admitted(self) -> Iterator[tuple[int, list[PromptRow]]]:
-        """Give generation batches: the index of the first group, and the prompts."""
+        """Yield generation batches: the index of the first group, and the prompts."""
         for first, prompts in super().admitted():
             version = self.pinned_version(self._next)
             with self._changed:
@@ -212,7 +212,7 @@ class PinnedSource(AheadSource):
         return sorted({group_index(uid, self.groups_per_step) for uid in rows.non_tensor_batch["uid"]})
 
     def _make_all(self) -> None:
-        """Make every batch as soon as its weights are published: what the thread does."""
+        """The thread: make every batch as soon as its weights are published."""
         try:
             while self._next < self.total_steps:
                 with self._changed:

@@ -108,7 +108,7 @@ class Schedule:
         return next((index for index in ready if self.deadline(active[index]) <= latest), None)
 
     def _due(self, step: int, taken: int, active: Mapping[int, int]) -> Iterator[tuple[int, int, int]]:
-        """Give (version, groups of it and older ones, room for them up to their deadline), by version."""
+        """Yield (version, groups of it and older ones, room for them up to their deadline), by version."""
         due = 0
         for version, number in sorted(Counter(active.values()).items()):
             due += number

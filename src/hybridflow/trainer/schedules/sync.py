@@ -81,7 +81,7 @@ class SyncSource(LoaderSource[PromptRow]):
         """The version that was published last."""
 
     def admitted(self) -> Iterator[tuple[int, list[PromptRow]]]:
-        """Give generation batches: the index of the first group, and the prompts."""
+        """Yield generation batches: the index of the first group, and the prompts."""
         for prompts in self.batches():
             first = self.num_admitted
             self.num_admitted += len(prompts)
@@ -178,7 +178,7 @@ class SyncSource(LoaderSource[PromptRow]):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state` was taken. CheckpointError where a run of another kind has saved it."""
+        """Resume from `state`. CheckpointError where a run of another kind has saved it."""
         if state["kind"] != self.kind:
             raise CheckpointError(
                 f"the checkpoint was saved by a run whose batches are of kind {state['kind']!r}, and this "

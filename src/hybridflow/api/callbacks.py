@@ -69,7 +69,7 @@ class _OfFunction(Callback):
 
 
 def as_callbacks(callbacks: Callbacks) -> list[Any]:
-    """Check the listeners: objects with some methods of Callback, or functions of (step, metrics).
+    """Check the callbacks: objects with some methods of Callback, or functions of (step, metrics).
 
     A single callback is taken as a list of one. Raises ConfigError for what is neither, and for a method
     that cannot be called as it will be.
@@ -148,7 +148,7 @@ class CallbackTracker(Tracker):
         self._tell("on_run_end", self._folder)
 
     def _tell(self, method: str, *args: Any) -> bool:
-        """Call a method of each listener that has it; return whether one wants the run to end."""
+        """Call a method of each callback that has it; return whether one stops the run."""
         stops = False
         for listener in self._callbacks:
             function = getattr(listener, method, None)

@@ -107,7 +107,7 @@ class Call:
 
 @contextmanager
 def only_run() -> Iterator[None]:
-    """Keep other runs of this process out; a running event loop of this thread rests meanwhile.
+    """Keep other runs of this process out; a running event loop of this thread is paused meanwhile.
 
     Raises ConfigError while another run is going on.
     """

@@ -262,7 +262,7 @@ def file_digest(path: Path) -> str:
 
 
 def _digests(paths: Iterable[Path]) -> Iterator[str]:
-    """Give the digests of files in the order of the paths; hashing releases Python's lock."""
+    """Yield the digests of files in the order of the paths; hashing releases Python's lock."""
     with ThreadPoolExecutor(HASHING_THREADS) as pool:
         yield from pool.map(file_digest, paths)
 

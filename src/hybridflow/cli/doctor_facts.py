@@ -183,7 +183,7 @@ def _owners(inodes: set[str]) -> dict[str, str]:
 
 
 def _memory_limits(groups: Path = Path("/proc/self/cgroup"), root: Path = CGROUPS) -> Iterator[int]:
-    """Give the limits in bytes of this process's control group and of those above: a container's, Slurm's."""
+    """Yield the limits in bytes of this process's control group and those above: a container's, Slurm's."""
     try:
         lines = groups.read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -91,7 +91,7 @@ def diff_command(options: argparse.Namespace) -> int:
 
 @cannot_is_two
 def replay_command(options: argparse.Namespace) -> int:
-    """Do steps of a run again and print whether their bits agree."""
+    """Repeat steps of a run and print whether their bits agree."""
     from hybridflow.observability.logging_setup import setup_logging
     from hybridflow.observability.progress import progress
 
@@ -108,7 +108,7 @@ def replay_command(options: argparse.Namespace) -> int:
 
 
 def show_replay(found: Replay) -> None:
-    """Print which steps were done again, and whether their bits agree with the run's."""
+    """Print which steps were repeated, and whether their bits agree with the run's."""
     steps = ", ".join(map(str, found.steps))
     print(f"began after step {found.began_after}; steps done again: {steps}")
     for difference in found.differences:
@@ -123,7 +123,7 @@ def show_replay(found: Replay) -> None:
 
 @cannot_is_two
 def reverify_command(options: argparse.Namespace) -> int:
-    """Print what another reward function or estimator makes of stored rows."""
+    """Print the results of another reward function or estimator on stored rows."""
     from hybridflow.observability.logging_setup import setup_logging
     from hybridflow.observability.progress import progress
 
@@ -200,7 +200,7 @@ def add_why(words: Any) -> None:
 
 
 def why_command(options: argparse.Namespace) -> int:
-    """Print the waits of a run, or the forecasts that were tried beside what they became."""
+    """Print the waits of a run, or the forecasts that were tried beside their results."""
     from hybridflow.trainer.why import RunTimes, held, waits_of
 
     run = RunTimes.read(Path(options.run))

@@ -153,7 +153,7 @@ class StatefulLoader(Generic[Item]):
         return (len(self.sampler) + self.batch_size - self._least) // self.batch_size
 
     def __iter__(self) -> Iterator[list[Item]]:
-        """Give the rest of the current epoch; `state_dict` between two batches counts the first as done."""
+        """Yield the rest of the current epoch; `state_dict` between two batches counts the first as done."""
         batches = self._index_batches()
         if self.num_workers:
             yield from self._read_ahead(list(batches))
@@ -164,7 +164,7 @@ class StatefulLoader(Generic[Item]):
                 yield rows
 
     def endless(self) -> Generator[list[Item], None, None]:
-        """Give the batches of this epoch and all that follow. Raises DataError for an epoch without one."""
+        """Yield the batches of this epoch and all that follow. Raises DataError for an epoch without one."""
         while True:
             batches = 0
             for batch in self:

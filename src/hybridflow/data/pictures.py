@@ -121,7 +121,7 @@ def _fps(given: Any) -> float:
 
 @contextmanager
 def _damage_named(name: str) -> Iterator[None]:
-    """Turn what the reader of a file raises into a MediaError with the picture's name."""
+    """Turn errors of the reader of a file into a MediaError with the picture's name."""
     try:
         yield
     except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
@@ -136,7 +136,7 @@ def _unwrapped(value: Any) -> Any:
 
 
 def _inside(value: Mapping[str, Any]) -> Any:
-    """Return what a dictionary holds; the bytes of {bytes, path} come before the path."""
+    """Return the picture in a dictionary; the bytes of {bytes, path} come before the path."""
     found = [value[name] for name in NAMES if value.get(name) is not None]
     if not found:
         raise MediaError(

@@ -92,7 +92,7 @@ def check_signature(
 
 
 async def awaited(awaitable: Awaitable[T]) -> T:
-    """Return what an awaitable gives, as a coroutine, which is all that `asyncio.run` takes."""
+    """Return the result of an awaitable, as a coroutine, which is all that `asyncio.run` takes."""
     return await awaitable
 
 
@@ -128,7 +128,7 @@ def load_module(location: str, *, key: str) -> ModuleType:
 
 
 def load_class(name: str, *, key: str, methods: Mapping[str, Sequence[str]] = MappingProxyType({})) -> Any:
-    """Return what is named as "package.module.Class", verl's form, or as `load_object` has it.
+    """Return the class named as "package.module.Class", verl's form, or as `load_object` has it.
 
     `methods` show how its methods are written, each with the arguments that it is called with. Raises
     ConfigError for a method of another form, before anything is imported where the source shows it.

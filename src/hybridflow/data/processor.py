@@ -96,7 +96,7 @@ class MediaProcessor(ABC):
     def expand(
         self, token_ids: Sequence[int], kinds: Sequence[MediumKind], reads: Sequence[Read]
     ) -> Expanded:
-        """Put what was read in the places of the placeholders, in their order.
+        """Replace the placeholders by the media that were read, in their order.
 
         MediaError where placeholders and media are not the same number, in the same order of `kinds`.
         """

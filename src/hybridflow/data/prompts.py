@@ -62,7 +62,7 @@ class PromptRow:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> PromptRow:
-        """Return the row of which `to_state` was taken; older checkpoints have no media."""
+        """Return the row from a result of `to_state`; older checkpoints have no media."""
         fields = {name: value for name, value in state.items() if name not in ("media", "media_tensors")}
         (media,) = media_of([state.get("media", ())], dict(state.get("media_tensors", {})))
         return cls(**fields, media=media)

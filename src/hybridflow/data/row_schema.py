@@ -202,7 +202,7 @@ def steps_of(row: Row, config: RewardDataConfig) -> tuple[list[str], list[bool]]
 
 
 def label_of(value: Any, key: str) -> bool:
-    """Return what a label of the column `key` says; ValueError where it is none."""
+    """Return the value of a label in the column `key`; ValueError where it is none."""
     if not isinstance(value, Hashable) or value not in _LABELS:
         raise ValueError(f"{key}: got {value!r}, wanted true or false, 1 or 0, or + or -")
     return _LABELS[value]

@@ -140,7 +140,7 @@ def is_accelerator(device: str) -> bool:
 
 
 def device_problem(name: str) -> str | None:
-    """Return what is wrong with a value of `trainer.device`, or None for auto and devices of the table.
+    """Return the problem of a value of `trainer.device`, or None for auto and devices of the table.
 
     Plugins are loaded for names that this file does not have.
     """

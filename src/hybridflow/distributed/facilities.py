@@ -68,7 +68,7 @@ class Facilities:
         return None
 
     def start_memory_history(self, max_entries: int) -> None:
-        """Begin to record the last `max_entries` allocations; the row promises `torch_memory`."""
+        """Start to record the last `max_entries` allocations; the row promises `torch_memory`."""
         self._lacks("records no history of its memory", "profilers")
 
     def write_memory_history(self, path: str) -> None:

@@ -46,7 +46,7 @@ class Step:
 
 
 def step_of(answer: Any) -> Step:
-    """Return what `step` has returned as a Step: a bare text is an observation without a reward.
+    """Convert the return value of `step` to a Step: a bare text is an observation without a reward.
 
     TypeError for anything else, and for a reward that is no finite number.
     """
@@ -100,4 +100,4 @@ class Environment:
         return None
 
     def close(self) -> Awaitable[None] | None:
-        """Free what the environment holds; called once, however the trajectory ended."""
+        """Free the resources of the environment; called once, however the trajectory ended."""

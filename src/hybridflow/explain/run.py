@@ -397,7 +397,7 @@ def schedule_lines(config: PPOConfig) -> Iterator[Line]:
 
 
 def _correction(config: PPOConfig) -> tuple[str, str]:
-    """Return what the loss does about stale tokens, and the keys that ask for it."""
+    """Return the correction of the loss for stale tokens, and the keys that ask for it."""
     correction = config.algorithm.rollout_correction
     keys = []
     found = []

@@ -64,7 +64,7 @@ class Trial:
 
 
 def try_estimator(config: PPOConfig) -> Trial:
-    """Return what the estimator of `algorithm.adv_estimator` gives. Raises what it raises."""
+    """Return the result of the estimator `algorithm.adv_estimator`. Raises what it raises."""
     estimator = find_estimator(config.algorithm)
     batch = small_batch()
     given = _copy(batch)
@@ -94,7 +94,7 @@ def try_estimator(config: PPOConfig) -> Trial:
 
 
 def try_loss(config: PPOConfig) -> Trial:
-    """Return what the loss of `policy_loss.loss_mode` gives. Raises what it raises, ConfigError among it."""
+    """Return the result of the loss `policy_loss.loss_mode`. Raises what it raises, ConfigError among it."""
     actor = config.actor_rollout_ref.actor
     base = find_policy_loss(actor)
     batch = small_batch()

@@ -122,7 +122,7 @@ def compare(
     base_model: str | None = None,
     trust_remote_code: bool = False,
 ) -> str:
-    """Return in words how far a folder that `merge` wrote is what the checkpoint's actor is.
+    """Return in words how a folder that `merge` wrote agrees with the checkpoint's actor.
 
     Raises CheckpointError that says what differs.
     """

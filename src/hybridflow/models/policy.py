@@ -264,7 +264,7 @@ class PolicyModel(nn.Module):
 
 
 def device_of(module: nn.Module) -> torch.device:
-    """Return where the parameters are that no other stage of a pipeline holds."""
+    """Return the device of the parameters that this stage of a pipeline holds."""
     devices = (parameter.device for parameter in module.parameters() if not parameter.is_meta)
     return next(devices, torch.device("meta"))
 
@@ -294,7 +294,7 @@ def choose_attention(hf: PreTrainedModel, name: str) -> None:
 def see(
     vision: Vision | None, input_ids: Tensor, media: Sequence[PlacedMedium], exact: ExactMode | None
 ) -> TextInputs | None:
-    """Return what a text model reads in the place of input_ids [1, N]; None: these.
+    """Return the inputs of a text model in place of input_ids [1, N]; None: these.
 
     ModelError for media that a model of text is given.
     """

@@ -239,7 +239,7 @@ class Vision:
     def inputs(
         self, input_ids: Tensor, media: Sequence[PlacedMedium], *, one_at_a_time: bool = False
     ) -> TextInputs | None:
-        """Return what the text model reads for input_ids [1, N] with these media; None: the token ids.
+        """Return the inputs of the text model for input_ids [1, N] with these media; None: the token ids.
 
         With `one_at_a_time` a medium's features have the bits that they have alone. ModelError where a medium
         has another number of features than placeholders.

@@ -97,7 +97,7 @@ class Metrics:
 
     @classmethod
     def from_state(cls, state: Mapping[str, tuple[Kind, float, float]]) -> Metrics:
-        """Return the metrics of which `state_dict` was taken."""
+        """Return the metrics from a `state_dict`."""
         metrics = cls()
         metrics._metrics = {name: Metric(*parts) for name, parts in state.items()}
         return metrics

@@ -177,7 +177,7 @@ class Progress:
         return "before the first step"
 
     def heard(self) -> None:
-        """Note that the run has just said something, so that no line about silence is due."""
+        """Note that the run has just logged something, so that no heartbeat line is due."""
         self.last_output = self.clock()
 
     @contextmanager

@@ -79,7 +79,7 @@ class RunLog(logging.Handler):
 
     @contextmanager
     def _given_up(self) -> Iterator[None]:
-        """Give the file up where it cannot be written: a full disk must not end a run by its log."""
+        """Stop writing the file where it cannot be written: a full disk must not end a run by its log."""
         try:
             yield
         except OSError:

@@ -284,7 +284,7 @@ def _short(value: bool | float) -> float:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON can hold: lists of arrays and tensors, numbers, anything else as text."""
+    """Return a value for JSON: arrays and tensors as lists, numbers, anything else as text."""
     if hasattr(value, "tolist"):
         return value.tolist()
     if isinstance(value, numbers.Real):

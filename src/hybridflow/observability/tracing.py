@@ -362,7 +362,7 @@ class TrackioExporter:
             self._run.log({"trace": logged}, step=int(trace.attributes["step"]))
 
     def close(self) -> None:
-        """Wait until the library has written what it holds."""
+        """Wait until the library has written its queue."""
         self._run.finish()
 
 
@@ -400,7 +400,7 @@ class WeaveExporter:
             self._call(trace, None)
 
     def close(self) -> None:
-        """Wait until the client has sent what it holds."""
+        """Wait until the client has sent its queue."""
         self._client.flush()
 
     def _call(self, span: TraceSpan, parent: Any) -> None:

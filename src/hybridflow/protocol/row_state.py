@@ -20,7 +20,7 @@ def state_of_rows(rows: DataProto) -> dict[str, Any]:
 
 
 def rows_of_state(state: Mapping[str, Any]) -> DataProto:
-    """Return the rows of which `state_of_rows` was taken."""
+    """Return the rows from a result of `state_of_rows`."""
     columns = dict(state["columns"])
     if MEDIA in columns:
         columns[MEDIA] = media_of(columns[MEDIA], dict(state[MEDIA]))

@@ -214,7 +214,7 @@ class ExitGuard:
         os._exit = self._guarded
 
     def remove(self) -> None:
-        """Put back what stood there before."""
+        """Restore the original."""
         if os._exit == self._guarded:
             os._exit = self._real
 

@@ -188,7 +188,7 @@ class LoadedReward:
         return [request if isinstance(request, Outcome) else _bounded(next(scored)) for request in requests]
 
     async def poll(self, new: Mapping[int, bytes], known: Sequence[int]) -> dict[int, Outcome]:
-        """Begin new requests; return the outcomes, by ticket, that are ready after a short wait.
+        """Start new requests; return the outcomes, by ticket, that are ready after a short wait.
 
         `known` has all tickets, at least one; other requests are cancelled. Raises LookupError if a process
         that has ended had some of them.

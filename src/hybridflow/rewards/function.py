@@ -85,7 +85,7 @@ class RewardFunction:
         return cls(score_rows, takes, _is_async(function))
 
     def arguments(self, row: Row) -> dict[str, Any]:
-        """Return what the function is called with for a row."""
+        """Return the arguments of the function for a row."""
         return {parameter: row[name] for parameter, name in self.takes.items() if name in row}
 
     def row_for_manager(self, row: Row) -> dict[str, Any]:

@@ -68,7 +68,7 @@ class RewardManager:
         self._scorer = around(self._scorer)
 
     def open(self) -> RewardSession:
-        """Begin to score rows that come one by one."""
+        """Open a session for rows that come one by one."""
         return RewardSession(self, self._scorer.open())
 
     def outcomes(self, rows: Sequence[ScoreRequest]) -> list[Outcome]:

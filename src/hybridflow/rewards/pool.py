@@ -118,7 +118,7 @@ class RewardPool:
             raise
 
     def open(self) -> OpenScoring:
-        """Begin to score requests that come one by one; several may be open at once.
+        """Open a session for requests that come one by one; several may be open at once.
 
         A function that fails, hangs or kills its worker gives an Outcome with an error.
         """
@@ -218,7 +218,7 @@ class RewardPool:
             self._free.put_nowait(worker)
 
     async def _alone(self, worker: Hosted, payloads: Sequence[bytes]) -> list[Outcome]:
-        """Have a worker score one sample, or those of a manager, which are to blame for whatever happens."""
+        """Score one sample in a worker, or those of a manager; any failure is attributed to them."""
         started = time.monotonic()
         deadline_s = self._timeout
         if self._mode == "async":

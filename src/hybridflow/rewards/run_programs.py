@@ -139,7 +139,7 @@ class RemoteRunner:
 
 
 def build_runner(config: RewardConfig) -> LocalRunner | RemoteRunner:
-    """Return what runs programs by the keys, for one of `reward.num_workers` processes."""
+    """Return the runner of programs that the keys choose, for one of `reward.num_workers` processes."""
     budget_s = SHARE_OF_TIMEOUT * config.timeout
     service = config.sandbox_fusion
     if not service.url:
@@ -149,7 +149,7 @@ def build_runner(config: RewardConfig) -> LocalRunner | RemoteRunner:
 
 
 def verdict_of(answer: dict[str, Any]) -> Verdict:
-    """Return what a service's answer says of a program."""
+    """Return the verdict on a program in a service's answer."""
     if answer.get("status") == "SandboxError":
         return Verdict("lost", stderr=str(answer.get("message")))
     ended = answer.get("run_result") or answer.get("compile_result") or {}

@@ -27,7 +27,7 @@ class TreeUsage:
 
 
 def usage_of_descendants(root: int, proc: int) -> TreeUsage:
-    """Return what the descendants of a process use. `proc` is a file descriptor of /proc."""
+    """Return the resource usage of the descendants of a process. `proc` is a file descriptor of /proc."""
     children: dict[int, list[int]] = {}
     seen: dict[int, list[str]] = {}
     for name in os.listdir(proc):

@@ -174,7 +174,7 @@ class SandboxPool:
         return self._all[0].layers()
 
     def close(self) -> None:
-        """End all workers after what they run."""
+        """End all workers after their running programs."""
         self._threads.shutdown(cancel_futures=True)
         for each in self._all:
             each.close()

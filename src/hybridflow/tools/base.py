@@ -46,7 +46,7 @@ class ToolAnswer:
 
 
 def answer_of(value: Any) -> ToolAnswer:
-    """Return what a user's tool has returned as an answer.
+    """Convert the return value of a user's tool to an answer.
 
     A text, a `ToolAnswer`, an object with a `text` (verl's ToolResponse), anything that JSON can write, or a
     tuple (answer, reward) or (answer, reward, metrics), where metrics that are no numbers are left out.
@@ -72,7 +72,7 @@ def numbers_of(values: Mapping[Any, Any]) -> dict[str, float]:
 
 
 def answer_of_failure(name: str, error: CallFailed, deadline_s: float) -> ToolAnswer:
-    """Return what the model reads of a call that failed. Raises ToolFailed where its process was lost."""
+    """Return the message to the model about a failed call. Raises ToolFailed where its process was lost."""
     if isinstance(error, ProcessLost):
         raise ToolFailed(error.cause, f"the tool {name}: its process was lost: {error}") from error
     if isinstance(error, CallTooLong):

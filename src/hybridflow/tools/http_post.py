@@ -43,7 +43,7 @@ async def ask_model(
     timeout: float = 60.0,
     **fields: Any,
 ) -> str:
-    """Return what a model behind an OpenAI-compatible endpoint answers to a conversation.
+    """Return the answer of a model behind an OpenAI-compatible endpoint to a conversation.
 
     The endpoint is `base_url`, else OPENAI_BASE_URL of the environment, else OpenAI's; its key is
     OPENAI_API_KEY. `fields` are further ones of the request. Raises as `post` does.

@@ -163,7 +163,7 @@ class McpServers:
 
 
 async def _target(server: Mapping[str, Any], stack: AsyncExitStack) -> Any:
-    """Return what the client connects to: a program, or an address by either of the protocols over HTTP."""
+    """Return the target of the client: a program, or an address by either of the protocols over HTTP."""
     if "command" in server:
         program = StdioServerParameters.model_validate(server)
         if shutil.which(program.command, path=(program.env or {}).get("PATH")) is None:

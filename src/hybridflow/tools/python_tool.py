@@ -72,7 +72,7 @@ ENDS = {
 
 
 def _text(verdict: Verdict) -> str:
-    """Return what a program has printed, and how it ended where it did not do so by itself."""
+    """Return the output of a program, and how it ended where it did not exit by itself."""
     printed = verdict.stdout + verdict.stderr
     end = ENDS.get(verdict.status, "")
     if verdict.status == "killed":

@@ -56,7 +56,7 @@ class SandboxFusionTool(BaseTool):
 
 
 def _output(answer: dict[str, Any]) -> str:
-    """Return what the program printed; where it did not finish, what happened instead."""
+    """Return the output of the program; where it did not finish, the reason."""
     if answer.get("status") == "SandboxError":
         raise RuntimeError(f"the sandbox failed: {answer.get('message')}")
     parts = []

@@ -299,7 +299,7 @@ def _readable(text: str) -> str:
 
 
 def _checker(schema: Mapping[str, Any]) -> jsonschema.protocols.Validator:
-    """Return what checks arguments; other arguments than those of the schema do not fit."""
+    """Return the checker of arguments; other arguments than those of the schema do not fit."""
     parameters = {"additionalProperties": False, **schema["function"].get("parameters", {})}
     return jsonschema.Draft202012Validator(parameters)
 

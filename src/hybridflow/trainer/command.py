@@ -57,7 +57,7 @@ def ends_in_status(main: Callable[P, int]) -> Callable[P, int]:
 
 
 def _lines_of(error: HybridFlowError) -> Iterator[str]:
-    """Give the message, its notes, and for a worker that failed its traceback and stacks."""
+    """Yield the message, its notes, and for a worker that failed its traceback and stacks."""
     whole = isinstance(error, WorkerError)
     if whole and not isinstance(error, WorkerLost) and isinstance(error.__cause__, WorkerTraceback):
         yield str(error.__cause__).strip()

@@ -42,7 +42,7 @@ VALIDATION = "actor_rollout_ref.rollout.val_kwargs"
 
 
 def fallback(config: PPOConfig | SFTConfig) -> list[Change]:
-    """Return what has to change so that a run finds on this machine what it asks for, as far as keys show."""
+    """Return the changes of keys with which a run can start on this machine."""
     changes = [*_processes(config), *_kernels(config), *_trackers(config)]
     if isinstance(config, PPOConfig):
         changes += _generation(config)

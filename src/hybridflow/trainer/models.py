@@ -66,6 +66,6 @@ def end_tokens(config: ModelConfig, tokenizer: Tokenizer) -> list[int]:
 
 
 def row_cost(model: ModelConfig) -> Workload:
-    """Return what a row costs a model, by its length; the model's configuration is enough."""
+    """Return the cost of a row for a model, by its length; the model's configuration is enough."""
     shape = shape_of(model)
     return workload_of(shape, active_parameters(shape, trust_remote_code=model.trust_remote_code))

@@ -144,7 +144,7 @@ def _tokenizer_identity(path: str) -> str:
 
 
 def _some_blocks(file: Path) -> Iterator[bytes]:
-    """Give the size of a file, its header, and blocks of bytes that are spread over it."""
+    """Yield the size of a file, its header, and blocks of bytes that are spread over it."""
     size = file.stat().st_size
     yield str(size).encode()
     with file.open("rb") as bytes_of:

@@ -109,7 +109,7 @@ class RunSaves:
         return path
 
     def abandon(self, store: CheckpointStore) -> None:
-        """Give up the running save, if any; its folder goes when no one writes, or in `GIVE_UP_SECONDS`."""
+        """Give up the running save, if any; its folder goes when no rank writes, or in `GIVE_UP_SECONDS`."""
         pending = self._pending
         self._pending = None
         if pending is None:

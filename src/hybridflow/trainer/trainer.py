@@ -140,7 +140,7 @@ class Trainer(Generic[Source, Step]):
         return validation
 
     def _train_step(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
-        """Do one training step with all around it; gives the validation's metrics and all that was logged."""
+        """Run one training step with all around it; returns the validation's metrics and all logged ones."""
         progress.step = step
         self.timer.reset()
         self.state.saves.commit_done(self.store)

@@ -444,7 +444,7 @@ RULES: tuple[Rule, ...] = (
 
 
 def waits_of(run: RunTimes) -> list[Wait]:
-    """Return what the run waits for, by the seconds that can be saved; those without a forecast come behind
+    """Return the waits of the run, by the seconds that can be saved; those without a forecast come behind
     the others, by what they take. Nothing that takes, or saves, less than SMALL of a step is reported.
     """
     found = [wait for rule in RULES for wait in rule(run)]

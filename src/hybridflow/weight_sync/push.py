@@ -60,7 +60,7 @@ class WeightExport:
         self.reshard = Reshard(held, wanted, device=device)
 
     def share(self, version: int) -> WeightShare:
-        """Return this rank's part of the weights as they are now, as version `version`."""
+        """Return this rank's part of the present weights, as version `version`."""
         tensors = {
             name: torch.empty(box.shape, dtype=self.reshard.dtypes[name])
             for name, box in self.reshard.wanted.items()

@@ -178,7 +178,7 @@ class GatheredTwin:
         self.reshard = Reshard(held, self.holding.boxes, device=twin.device)
 
     def acquire(self, version: int) -> None:
-        """Gather the weights as they are now; RolloutError on all ranks where a checksum differs on any."""
+        """Gather the present weights; RolloutError on all ranks where a checksum differs on any."""
         self.reshard.run(self.twin.allocate())
         sent = self.reshard.checksums()
         arrived = self.holding.checksums(self.twin.parameters)

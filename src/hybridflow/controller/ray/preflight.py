@@ -198,7 +198,7 @@ def _check_node_here(host: str, port: int, source: str) -> None:
 
 
 def processes() -> Iterator[tuple[int, list[str]]]:
-    """Give the processes of this machine, as pid and words of the command line, where there is a /proc."""
+    """Yield the processes of this machine, as pid and words of the command line, where there is a /proc."""
     for folder in Path("/proc").glob("[0-9]*"):
         try:
             words = (folder / "cmdline").read_bytes().decode(errors="replace").split("\0")

@@ -168,7 +168,7 @@ def flex_works(query: Tensor, key: Tensor, value: Tensor, how: Scores) -> bool:
 
 
 def alone(trial: Callable[..., str | None], *arguments: Any) -> str | None:
-    """Return what a trial of a kernel finds, in a separate thread.
+    """Return the result of a trial of a kernel, run in a separate thread.
 
     Hooks on saved tensors, such as those of a layer that is computed again in the backward pass, are this
     thread's: they would take the trial for a part of the layer.

@@ -131,7 +131,7 @@ class KeptPrefixes(Protocol):
     num_tokens: int
 
     def evict(self) -> bool:
-        """Give up the copy that was used least recently; False where there is none."""
+        """Evict the least recently used copy; False where there is none."""
         ...
 
 
@@ -191,7 +191,7 @@ class KVCache(ABC):
 
     @abstractmethod
     def plan(self, rows: int, longest: int) -> None:
-        """Begin to plan a pass beside `rows` running rows, which shall reach `longest` tokens at most."""
+        """Start to plan a pass beside `rows` running rows, which shall reach `longest` tokens at most."""
 
     @abstractmethod
     def admit(self, count: int, length: int, longest: int, source: int | RowCopy | None, shared: int) -> int:
@@ -201,7 +201,7 @@ class KVCache(ABC):
         """
 
     def grow(self, running: int, rows: int, length: int, *, live: int = 0, longest: int = 0) -> bool:
-        """Make place for `rows` rows, the longest of `length` tokens, of which the first `running` stay.
+        """Make room for `rows` rows, the longest of `length` tokens, of which the first `running` stay.
 
         New rows are empty. `live` is the number of rows that there may soon be, `longest` the most tokens of
         any request. False where memory ends; then nothing has changed. Blocks are taken in `extend`.

@@ -99,7 +99,7 @@ class QuantizedCopy:
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Quantize the policy's weights as they are now; share the others with it where the device is one.
+        """Quantize the policy's present weights; share the others with it where the device is one.
 
         Quantized copies, but for float16, and weights that come from another device stay at their addresses
         from one call to the next, so that graphs that were recorded with them stay right.
@@ -115,7 +115,7 @@ class QuantizedCopy:
                 copy.fill((part.T if name in self._transposed else part).to(self._device))
 
     def free(self) -> None:
-        """Give the memory back; weights that the policy shares are its own."""
+        """Free the memory; weights shared with the policy stay with it."""
         self._twin.free()
         for copies in self._copies.values():
             for copy in copies:

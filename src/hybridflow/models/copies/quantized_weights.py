@@ -42,7 +42,7 @@ class QuantizedWeight(ABC):
 
     @abstractmethod
     def free(self) -> None:
-        """Give the memory of the copy back."""
+        """Free the memory of the copy."""
 
     @property
     @abstractmethod

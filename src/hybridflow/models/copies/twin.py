@@ -64,7 +64,7 @@ class Twin:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters by name; tied ones are there once."""
+        """The parameters by name; tied ones occur once."""
         return dict(self.policy.named_parameters())
 
     def allocate(self) -> Mapping[str, Tensor]:

@@ -202,7 +202,7 @@ def _tied(model: Exported) -> set[str]:
 
 
 def _entries(model: Exported) -> dict[str, PlainEntry]:
-    """Return the entries of the files by Hugging Face names; tied weights are there once."""
+    """Return the entries of the files by Hugging Face names; tied weights occur once."""
     tied = _tied(model)
     skipped = [re.compile(pattern) for pattern in model.hf._keys_to_ignore_on_save or ()]
     plain = {model.file_name(name): entry for name, entry in plain_state(model).items()}

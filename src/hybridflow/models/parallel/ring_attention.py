@@ -255,7 +255,7 @@ class _Passed:
         )
 
     def wait(self) -> Tensor:
-        """Return what has come, once all is through."""
+        """Return the received tensors, once all transfers are complete."""
         for work in self.works:
             work.wait()
         return self.received

@@ -38,7 +38,7 @@ class Findings:
         """Newest step that the rules have seen for good."""
 
     def of(self, metrics: Mapping[int, Mapping[str, float]]) -> list[dict[str, Any]]:
-        """Return what the rules find in all steps, that which holds now first.
+        """Return the findings of the rules in all steps, present ones first.
 
         An entry has `rule`, `message`, `keys`, `hint`, `first`, `last`, `steps` (their number) and `now`. The
         steps before the newest one are those of the last call.
@@ -121,7 +121,7 @@ class RunFollower:
             self._newest = self._number
 
     def changes(self, cursor: str = "") -> dict[str, Any]:
-        """Return what a page does not have whose last answer had this cursor, as JSON data.
+        """Return the changes since the page's cursor, as JSON data.
 
         `reset` says that what the page has is not to be kept. Where nothing is new there is nothing but
         `cursor`, `reset`, `now` and `written`, in seconds since the epoch.

@@ -76,7 +76,7 @@ def write_report(
 
 
 def _whole(run: Path) -> dict[str, Any]:
-    """Return the data of a run that is there."""
+    """Return the data of an existing run."""
     if not run.is_dir():
         raise DataError(f"{run} is no folder: give the run folder (trainer.default_local_dir) of a run")
     data = collect(run)

@@ -34,7 +34,7 @@ class Field(NamedTuple):
     """Where the terminal is too narrow for the whole line, the fields with the lowest number go first."""
 
     def value(self, metrics: Mapping[str, float]) -> float | None:
-        """Return what is shown of a step."""
+        """Return the displayed value of a step."""
         return next((metrics[name] for name in self.names if name in metrics), None)
 
 

@@ -145,7 +145,7 @@ def _number(answer: str, pattern: str, parser: str | None) -> float | None:
 
 
 def _question(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return what was said before the response, for a reader: one text of a user as it stands."""
+    """Return the conversation before the response, for a reader: a single user's text unchanged."""
     before = [message for message in messages if message.get("role") != "system"][:-1]
     if len(before) == 1:
         return str(before[0].get("content"))

@@ -88,7 +88,7 @@ class CallParser(ABC):
         return self._go_on()
 
     def end(self, cut: bool = False) -> list[str | ToolCall]:
-        """Return what was held back: calls whose closing tags alone are missing, and text as it stands.
+        """Return the held-back parts: calls that lack only their closing tags, and text as it stands.
 
         `cut` says that a limit has ended the response. Then a call without closing tags may lack more than
         these; it is read only if its JSON is whole.

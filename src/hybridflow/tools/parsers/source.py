@@ -87,7 +87,7 @@ class Source:
         self.is_cut = cut
 
     def note(self, text: str) -> None:
-        """Note what is read from here on, behind `text`, until `noted` asks for it."""
+        """Record the text read from here on, behind `text`, until `noted` is called."""
         self._noted = [text]
         self._noted_from = self._place_in_response - len(text)
 
@@ -99,7 +99,7 @@ class Source:
         return text
 
     def make_certain(self) -> None:
-        """Say that what was read so far is what it seems to be, whatever comes: closed values, say."""
+        """Mark the text read so far as certain, whatever comes: closed values, for example."""
         self._certain_to = self._place_in_response
 
     @property

@@ -62,7 +62,7 @@ SAMPLING_KEYS = (
 
 
 def answer_and_score(config: PPOConfig, subject: Subject, responses: Path | None) -> dict[str, Any]:
-    """Do what `evaluation.main.evaluate` describes."""
+    """Run the evaluation as `evaluation.main.evaluate` describes."""
     learned = responses is None and config.reward.reward_model.enable
     roles = ["reward_model", "rollout"] if learned else ["rollout"]
     with started(config, roles, patience=0.0) as run, ExitStack() as stack:
@@ -231,7 +231,7 @@ def _frozen_worker(builders: RoleBuilders, endpoint: Endpoint | None, info: Rank
 
 
 def _identity(config: PPOConfig, subject: Subject, prompts: Sequence[PromptRow]) -> dict[str, Any]:
-    """Return what the answers depend on, as flat JSON."""
+    """Return all that the answers depend on, as flat JSON."""
     digest = hashlib.sha256()
     for prompt in prompts:
         row = {name: value for name, value in sorted(prompt.row.items()) if name != "raw_prompt"}

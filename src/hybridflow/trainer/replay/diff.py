@@ -137,7 +137,7 @@ _KIND_OF = {name: kind for kind, names in STAGES.items() for name in names}
 
 
 def row_differences(first: KeptStep, second: KeptStep) -> Iterator[Difference]:
-    """Give the first difference of each column, in causal order; where rows are others, of these alone."""
+    """Yield the first difference of each column, in causal order; where rows are others, of these alone."""
     step = first.step
     if len(first.rows) != len(second.rows):
         yield Difference("row", "number of rows", len(first.rows), len(second.rows), step)
@@ -254,7 +254,7 @@ def _row_id(rows: DataProto, row: int) -> int | None:
 
 
 def checkpoint_differences(first: Path, second: Path, step: int, notes: list[str]) -> Iterator[Difference]:
-    """Give every tensor that differs, at its first element: weights first, then optimizers, then the
+    """Yield every tensor that differs, at its first element: weights first, then optimizers, then the
     driver's state. What cannot be read, or is not what its manifest says, is added to `notes`.
     """
     manifests = []
@@ -290,7 +290,7 @@ def _files(manifest: Manifest, role: str) -> dict[str, Any]:
 
 
 def _engine(first: Path, second: Path, role: str, step: int, notes: list[str]) -> Iterator[Difference]:
-    """Give the tensors of an engine's state that differ, those of the model first."""
+    """Yield the tensors of an engine's state that differ, those of the model first."""
     try:
         indexes = [read_index(first), read_index(second)]
         parts = dict.fromkeys([MODEL, *indexes[0].structure, *indexes[1].structure])
@@ -414,7 +414,7 @@ def repeatable(name: str) -> bool:
 def metric_differences(
     first: Mapping[str, Any], second: Mapping[str, float], step: int
 ) -> Iterator[Difference]:
-    """Give the repeatable metrics in which two lines of a step differ."""
+    """Yield the repeatable metrics in which two lines of a step differ."""
     for name, one, other in pairs(first, second):
         if repeatable(name) and first_unequal(one, other) is not None:
             yield Difference("metric", name, one, other, step)

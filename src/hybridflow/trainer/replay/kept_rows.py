@@ -90,7 +90,7 @@ class KeptRows:
         self._told: set[str] = set()
 
     def steps(self) -> list[int]:
-        """Return the steps whose rows are there, ascending."""
+        """Return the steps with kept rows, ascending."""
         if not self.folder.is_dir():
             return []
         found = (_NAME.fullmatch(path.name) for path in self.folder.iterdir())

@@ -53,7 +53,7 @@ class Replay:
 
 
 def replay(run: Path, step: int) -> Replay:
-    """Do the steps up to `step` again, from the newest checkpoint before it.
+    """Repeat the steps up to `step`, from the newest checkpoint before it.
 
     Raises ConfigError for a folder that is no run of `hybridflow train`, DataError where kept rows are
     missing, and CheckpointError where the checkpoint is damaged.
@@ -102,7 +102,7 @@ def replay_config(run: Path, folder: Path, start: Path | None) -> PPOConfig:
 
 
 def _train(trainer: PPOTrainer, rows: list[KeptStep], run: Path, found: Replay) -> None:
-    """Do the steps, and compare the metrics of each with the run's."""
+    """Run the steps, and compare the metrics of each with the run's."""
     logged = read_metrics(run / METRICS_FILE)
     if trainer.step.buffer is not None:
         trainer.step.buffer.note_replayed = not_noted

@@ -23,7 +23,7 @@ _THINKING = re.compile(r"<think>.*?</think>", re.DOTALL)
 
 
 class CollabLLM:
-    """The policy answers the row's prompt, and then goes on with the user of its `interaction_kwargs`.
+    """The policy answers the row's prompt, and then continues with the user of its `interaction_kwargs`.
 
     Reward functions find the continuations as `extra_info["conversations"]`, lists of messages of which the
     first `extra_info["num_prompt_messages"]` are the row's own. There is none where a limit cut the answer,

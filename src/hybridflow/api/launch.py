@@ -201,7 +201,7 @@ def _plain(value: Any) -> Any:
 
 
 def _of_run(call: Call) -> dict[str, Any]:
-    """Return the keys of the run folder and of the checkpoint to go on from."""
+    """Return the keys of the run folder and of the checkpoint to resume from."""
     values: dict[str, Any] = {}
     if call.output_dir is not None:
         values["trainer.default_local_dir"] = os.fspath(call.output_dir)

@@ -141,7 +141,7 @@ def _table(results: list[dict[str, Any]]) -> Table:
 
 
 def _short(text: str) -> str:
-    """The end of a long text: the question of a prompt and the answer of a response stand there."""
+    """The end of a long text: the question of a prompt and the answer of a response are there."""
     if len(text) <= SHOWN:
         return text
     return "… " + text[-SHOWN:]

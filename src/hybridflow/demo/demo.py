@@ -251,7 +251,7 @@ class WarmUpOptions:
     first_check: int = 60
     """No check before this step: no seed is near the mark by then."""
     max_steps: int | None = None
-    """Steps at which it ends in any case; None: the recipe's."""
+    """Most steps, at which it always ends; None: the recipe's."""
 
 
 @dataclass(frozen=True)

@@ -231,7 +231,7 @@ def _scores(batch: DataProto) -> list[float]:
 
 
 def _facts(batch: DataProto, index: int) -> dict[str, Any]:
-    """Return what the data says of a row, why its response ended, the scores of the reward and, of an agent's
+    """Return the data of a row, why its response ended, the scores of the reward and, of an agent's
     trajectory, the conversation and which of its rows this one is.
     """
     told = {name: column[index] for name, column in batch.non_tensor_batch.items()}

@@ -383,7 +383,7 @@ def _feed_forward(
 
 @cache
 def known_models() -> dict[str, dict[str, Any]]:
-    """Return what config.json says of the sizes of well-known models, by name without the owner, so that a
+    """Return the sizes of well-known models from their config.json, by name without the owner, so that a
     plan needs no download.
     """
     found: dict[str, dict[str, Any]] = json.loads((Path(__file__).parent / "models.json").read_text())

@@ -335,7 +335,7 @@ class DataProto:
         )
 
     def sample_level_repeat(self, repeat_times: Sequence[int] | np.ndarray[Any, Any] | Tensor) -> DataProto:
-        """Each row as often as `repeat_times` says of it, one number for each row; row ids repeat too."""
+        """Each row as often as `repeat_times` says, one number for each row; row ids repeat too."""
         times = torch.as_tensor(np.asarray(repeat_times), dtype=torch.int64)
         if times.shape != (len(self),) or bool((times < 0).any()):
             raise BatchError(

@@ -2,7 +2,7 @@
 
 `make_rows` turns token lists into the padded columns that the driver holds (prompts left-padded, responses
 right-padded). `pack` turns those columns into the tokens of a forward pass, with no padding in them;
-`PackedBatch.unpack` brings what the model says of each sampled token back to [B, R].
+`PackedBatch.unpack` brings the model's outputs for each sampled token back to [B, R].
 """
 
 from __future__ import annotations

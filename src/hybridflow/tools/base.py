@@ -39,7 +39,7 @@ class ToolAnswer:
 
     text: str = ""
     reward: float = 0.0
-    """What the tool says of this call; reward functions find it as `extra_info["tool_rewards"]`."""
+    """The reward of the tool for this call; reward functions find it as `extra_info["tool_rewards"]`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers of this call; the trackers show their means over trajectories."""
     problem: ToolProblem = ""

@@ -224,7 +224,7 @@ def check_models(saved: Mapping[str, Any], now: Mapping[str, Any], *, allowed: b
 
 
 def check_resume(config: PPOConfig | SFTConfig) -> None:
-    """Raise CheckpointError where the checkpoint that a run would go on from belongs to another one.
+    """Raise CheckpointError where the checkpoint that a run would resume from belongs to another one.
 
     Neither torch nor a model is loaded, and of the files only the driver's own are read: where those are
     damaged, the checkpoint before it is looked at, as when it is loaded. Nothing is said of one that has to

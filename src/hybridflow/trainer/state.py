@@ -188,7 +188,7 @@ class RunState:
     write_huggingface: Callable[[Path, bool], Mapping[str, FileDigest] | None]
     """(folder, with weights): writes config, tokenizer, the actor's weights if asked; gives known digests."""
     models: Mapping[str, Any] = field(default_factory=dict)
-    """The facts of the run's models (`resume.py`), which a checkpoint that it goes on from has too."""
+    """The facts of the run's models (`resume.py`), which a checkpoint that it resumes from has too."""
     may_change_model: bool = False
     """True: the run resumes from a checkpoint of other models all the same, with a warning."""
     parts: Mapping[str, Resumable] = field(default_factory=dict)
@@ -196,7 +196,7 @@ class RunState:
     begin_empty: Collection[str] = ()
     """Names of the parts that stay as they are where a checkpoint has none."""
     joining: Mapping[str, SavedEngine] = field(default_factory=dict)
-    """Engines that become part of the state where the checkpoint that a run goes on from has them."""
+    """Engines that become part of the state where the checkpoint that a run resumes from has them."""
     step: int = 0
     """Steps that are done."""
     saved_step: int = 0

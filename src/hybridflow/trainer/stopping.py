@@ -36,7 +36,7 @@ def stopping(config: PPOConfig | SFTConfig) -> Iterator[None]:
 
 
 def closing_words(config: PPOConfig | SFTConfig, where: str) -> str:
-    """Where a run was interrupted, its newest checkpoint, and what goes on from it."""
+    """Where a run was interrupted, its newest checkpoint, and how to resume from it."""
     trainer = config.trainer
     newest = newest_checkpoint(Path(trainer.default_local_dir).expanduser())
     if newest is None:

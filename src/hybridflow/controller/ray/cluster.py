@@ -77,7 +77,7 @@ class PlacedPool:
 
 
 def _takes(device: str) -> dict[str, Any]:
-    """Return what a process takes of Ray: a CPU, or an accelerator and no CPU."""
+    """Return the resources of Ray that a process takes: a CPU, or an accelerator and no CPU."""
     takes: dict[str, Any] = {"num_cpus": 0, "num_gpus": 0}
     unit = features(device).resource
     if unit in OWN_OPTIONS:

@@ -2,7 +2,7 @@
 
 start    a new Ray in a temporary folder, reachable from this machine only
 connect  `ray.init`, for a new Ray or one that runs already
-end      `ray.shutdown`, then whatever it left alive is killed and the folder removed
+end      `ray.shutdown`, then remaining processes are killed and the folder removed
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class LibraryTracker(Tracker):
 
     @abstractmethod
     def start(self, run: RunInfo, known: str | None) -> tuple[str, Steps]:
-        """Begin the library's run, or go on with the one `known` from before a resume; return its id, and the
+        """Start the library's run, or continue the one `known` from before a resume; return its id, and the
         earlier steps that the library lacks.
         """
 
@@ -247,7 +247,7 @@ def _mlflow_name(name: str) -> str:
 
 
 class WeaveTracker(LibraryTracker):
-    """Sends the configuration, metrics and samples as calls of one thread, which a resumed run goes on with.
+    """Sends the configuration, metrics and samples as calls of one thread, which a resumed run continues.
 
     Calls are `hybridflow.start`, `hybridflow.step`, `hybridflow.sample` and `hybridflow.end`.
     """

@@ -48,7 +48,7 @@ class RunInfo:
     project, experiment: names for grouping
     config: the resolved configuration, nested
     total_steps: the last step, for the time left; None where unknown
-    resume_step: the step of the checkpoint this run goes on from; None for a fresh run
+    resume_step: the step of the checkpoint this run resumes from; None for a fresh run
     earlier: metrics of the steps up to that one, by step
     wandb_proxy: address of the proxy through which wandb alone is reached; None: as its environment says
     alert_webhook: address that advice on the run is posted to; None: none

@@ -49,7 +49,7 @@ def check_trackers(trainer: BaseTrainerConfig) -> None:
 
 
 def tracker_problems(trainer: BaseTrainerConfig) -> Iterator[str]:
-    """Yield what `check_trackers` says of each library; names that are no tracker are passed over."""
+    """Yield the message of `check_trackers` on each library; names that are no tracker are passed over."""
     names = trainer.logger
     chosen = [names] if isinstance(names, str) else list(names)
     if trainer.prometheus.enable and not is_installed("prometheus_client"):
@@ -91,7 +91,7 @@ def build_trackers(
 ) -> Trackers:
     """Build the trackers of a run, `jsonl` always among them.
 
-    `resume_step` is the step of the checkpoint that the run goes on from (None: a fresh run). `running` gives
+    `resume_step` is the step of the checkpoint that the run resumes from (None: a fresh run). `running` gives
     the seconds of the parts of a step that are open, which are watched for stalls. Libraries work
     in their own threads. Of the default list a missing tensorboard is skipped. Raises ConfigError for
     unknown names and missing libraries.

@@ -1,4 +1,4 @@
-"""Programs to run in a sandbox, and what their output says of each case.
+"""Programs to run in a sandbox, and the verdict of their output on each case.
 
 Where all calls are known and each is compared with a literal, one process computes them, and this one
 compares. Else the tests run in a second process, which talks to that of the solution.

@@ -44,7 +44,7 @@ class ServeSettings:
     max_num_batched_tokens: int = 8192
     memory_share: float = 0.25
     """Share of the memory that is free at the start, for the keys and values of running rows and of earlier
-    ones that prompts may go on from.
+    ones that prompts may continue.
     """
     prefix_caching: bool = True
     quantization: str | None = None

@@ -48,7 +48,7 @@ def value_of(text: str, name: str, parameters: Schema | None) -> Any:
 
 
 def properties_of(parameters: Schema) -> Schema:
-    """Return the schemas of single arguments, by their names; none where something else stands there."""
+    """Return the schemas of single arguments, by their names; none where there is something else."""
     known = parameters.get("properties")
     return known if isinstance(known, Mapping) else {}
 

@@ -42,7 +42,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class OldOfStep:
-    """The old log-probs of one step, and what the rest of the step has to do with them."""
+    """The old log-probs of one step, and what the rest of the step does with them."""
 
     columns: DataProto
     """old_log_probs [B, R], and from a pass entropys and what the estimator needs, as remote columns."""

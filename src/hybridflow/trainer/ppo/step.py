@@ -71,7 +71,7 @@ class PPOStep:
         buffer: ReplayBuffer | None = None,
     ) -> None:
         """Build the parts of a step. `exact` says whether rollout and actor are in exact mode, in which the
-        rollout's log-probs are the actor's. `shows` says of a step whether samples of it are kept token by
+        rollout's log-probs are the actor's. `shows` says for a step whether samples of it are kept token by
         token: then the batch comes back with all columns, also those that only workers read. `buffer` has the
         rows of earlier steps that PF-PPO may draw again.
         """

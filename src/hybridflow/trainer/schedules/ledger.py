@@ -51,7 +51,7 @@ LEDGER_FILE = "ledger.jsonl"
 
 @dataclass(frozen=True)
 class Rewound(Transition):
-    """The history goes on from where the ledger was after `position` lines."""
+    """The history continues from where the ledger was after `position` lines."""
 
     position: int
 

@@ -66,7 +66,7 @@ class PinnedSource(AheadSource):
         self.run_ahead = run_ahead
         self.refill = not run_ahead
         self.total_steps = total_steps
-        self._start = 0  # the version of the checkpoint that this attempt goes on from
+        self._start = 0  # the version of the checkpoint that this attempt resumes from
         self._first = 0  # the first batch that this attempt makes
         self._next = 0  # the batch that is made next
         self._staged: dict[int, StagedWeights] = {}  # published, and no engine has them yet

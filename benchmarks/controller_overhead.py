@@ -142,9 +142,9 @@ def spread(values: list[float]) -> dict[str, float]:
 def on_ray(most: int) -> Iterator[Callable[[int], Backend]]:
     """A Ray of this run's own, and a function that starts a backend of so many workers on it."""
     from hybridflow.controller.ray.backend import RayBackend
-    from hybridflow.controller.ray.cluster import Cluster
+    from hybridflow.controller.ray.cluster import RayCluster
 
-    cluster = Cluster.connect(RayConfig(ray_init=RayInitConfig(num_cpus=most)), device="cpu", wanted=most)
+    cluster = RayCluster.connect(RayConfig(ray_init=RayInitConfig(num_cpus=most)), device="cpu", wanted=most)
 
     def start(workers: int) -> Backend:
         return RayBackend(

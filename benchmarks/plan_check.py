@@ -22,7 +22,7 @@ import yaml
 
 from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.distributed.layout import ParallelLayout
-from hybridflow.planner.costs import Costs, Efficiency, Lengths, Rows
+from hybridflow.planner.costs import Costs, Efficiency, Lengths, StepRows
 from hybridflow.planner.hardware import HARDWARE, Cluster
 from hybridflow.planner.memory import RoleEngine
 from hybridflow.planner.model_shape import shape_of
@@ -137,7 +137,7 @@ def _train(run: Run, costs: Costs) -> float:
     length = int(run["length"])
     devices = costs.cluster.devices
     count = float(run.get("batch", devices))
-    rows = Rows(count, 0.0, Lengths(length, length))
+    rows = StepRows(count, 0.0, Lengths(length, length))
     return costs.passes(shape_of(run["model"]), rows, _engine(run, devices, length, 1), learns=True)
 
 
@@ -147,7 +147,7 @@ def _step(run: Run, costs: Costs) -> float:
     prompt = float(run["prompt"])
     response = float(run["tokens"]) - prompt if run.get("tokens") else float(run["response"])
     lengths = _lengths(response, float(run["limit"]), float(run["spread"]))
-    rows = Rows(float(run["rows"]), prompt, lengths, int(run.get("group", 16)))
+    rows = StepRows(float(run["rows"]), prompt, lengths, int(run.get("group", 16)))
     mode = run.get("mode", "sync")
     generating = int(run.get("generating", 0))
     devices = costs.cluster.devices

@@ -18,9 +18,9 @@ from hybridflow.config.load import prepare_config
 from hybridflow.planner.costs import FITTED, Costs
 from hybridflow.planner.hardware import Cluster, read_devices
 from hybridflow.planner.model_shape import shape_by_keys
-from hybridflow.planner.pools import Job, job_of
+from hybridflow.planner.pools import StepWork, job_of
 from hybridflow.planner.run_plan import RunPlan
-from hybridflow.planner.search import Found, Search
+from hybridflow.planner.search import Found, PlacementSearch
 
 RESULT = Path(__file__).parent / "results" / "plan_placements.md"
 MODELS = {"7B": "Llama-2-7B", "13B": "Llama-2-13B", "34B": "CodeLlama-34B", "70B": "Llama-2-70B"}
@@ -50,7 +50,7 @@ model on the other; for 13B on 128 devices every model alone (64 devices for the
 """
 
 
-def job(model: str) -> Job:
+def job(model: str) -> StepWork:
     """Return the paper's job with four models of one size."""
     path = f"model.path={model}"
     words = [
@@ -130,7 +130,7 @@ def main() -> int:
         for devices in DEVICES:
             cluster: Cluster = read_devices(f"{devices}xA100")
             began = time.process_time()
-            found = Search(work, Costs(cluster, FITTED), schedules=("sync",)).run()
+            found = PlacementSearch(work, Costs(cluster, FITTED), schedules=("sync",)).run()
             seconds = time.process_time() - began
             best = named(found)
             three = {name: plan for name, plan in best.items() if plan is not None and name != "best of all"}

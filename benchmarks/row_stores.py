@@ -33,7 +33,7 @@ from hybridflow.controller import (
     register,
 )
 from hybridflow.controller.ray.backend import RayBackend
-from hybridflow.controller.ray.cluster import Cluster
+from hybridflow.controller.ray.cluster import RayCluster
 from hybridflow.controller.ray.transfer_queue import TransferQueue, cpus_of
 from hybridflow.protocol import DataProto
 
@@ -95,7 +95,7 @@ def trip(backend: RayBackend, rows: DataProto) -> dict[str, float]:
     return seconds
 
 
-def make_backend(cluster: Cluster, way: str) -> RayBackend:
+def make_backend(cluster: RayCluster, way: str) -> RayBackend:
     """Two processes, whose rows wait in one of the two places."""
     start_queue = partial(TransferQueue.start, {}) if way == "transferqueue" else None
     placement = Placement(
@@ -146,7 +146,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     ray_config = RayConfig(ray_init=RayInitConfig(num_cpus=4))
-    cluster = Cluster.connect(ray_config, device="cpu", wanted=4, further_cpus=cpus_of({}))
+    cluster = RayCluster.connect(ray_config, device="cpu", wanted=4, further_cpus=cpus_of({}))
     backends = {way: make_backend(cluster, way) for way in WAYS}
     found: dict[str, Any] = {}
     try:

@@ -45,7 +45,7 @@ from hybridflow.controller import (
     register,
 )
 from hybridflow.controller.ray.backend import RayBackend
-from hybridflow.controller.ray.cluster import Cluster
+from hybridflow.controller.ray.cluster import RayCluster
 from hybridflow.protocol import DataProto
 
 RESULT = Path(__file__).parent / "results" / "transport"
@@ -237,7 +237,7 @@ def main() -> int:
         DataProto.from_dict({f"x{index}": torch.randn(ROWS // 2, width) for index in range(FIELDS)})
         for _ in range(2)
     ]
-    cluster = Cluster.connect(RayConfig(ray_init=RayInitConfig(num_cpus=4)), device="cpu", wanted=2)
+    cluster = RayCluster.connect(RayConfig(ray_init=RayInitConfig(num_cpus=4)), device="cpu", wanted=2)
     placement = Placement.colocated(["echo"], [2])
     times = {"call_timeout": 600.0, "heartbeat_timeout": 60.0, "startup_timeout": 300.0}
     backend = RayBackend(

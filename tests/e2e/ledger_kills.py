@@ -22,7 +22,7 @@ from kill_resume import STEPS, differences, start, wait
 from tiny_run import Inputs, small_run, write_inputs
 
 from hybridflow.trainer.schedules.ledger import LEDGER_FILE, Ledger
-from hybridflow.trainer.schedules.ledger_state import Phase
+from hybridflow.trainer.schedules.ledger_state import GroupPhase
 
 GROUPS = 4  # of a step
 BOUND = 3
@@ -73,7 +73,7 @@ def accounts(run: Path) -> list[str]:
     if state.trained_per_step != [GROUPS] * STEPS:
         found.append(f"groups trained in each step: {state.trained_per_step}")
     phases = Counter(state.phase(index).name for index in range(state.num_admitted))
-    if phases != {Phase.TRAINED.name: GROUPS * STEPS}:
+    if phases != {GroupPhase.TRAINED.name: GROUPS * STEPS}:
         found.append(f"groups by what became of them: {dict(phases)}")
     if max(state.staleness) > BOUND:
         found.append(f"staleness {dict(state.staleness)}")

@@ -25,7 +25,7 @@ from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.remote.model import ModelFacts
 from hybridflow.rollout.sglang.engine import SGLangEngine, build_sglang_engine
-from hybridflow.rollout.sglang.server import Server
+from hybridflow.rollout.sglang.server import SGLangServer
 
 
 @pytest.mark.parametrize(("version", "seed"), [(1, 0), (2, 1)])
@@ -67,7 +67,7 @@ def test_log_probs_are_at_the_temperature_alone_whatever_limits_the_tokens(engin
 def test_a_server_that_runs_already_takes_weights_too(
     engine: SGLangEngine, folder: str, transport: Any
 ) -> None:
-    assert isinstance(engine.runner, Server)
+    assert isinstance(engine.runner, SGLangServer)
     config = RolloutConfig(name="sglang", max_model_len=128, max_num_seqs=64)
     config = replace(
         config, server=replace(config.server, address=engine.runner.address.url, transport=transport)
@@ -89,7 +89,7 @@ def test_a_push_that_loses_a_weight_or_does_not_come_is_found(
 
 def test_a_killed_server_is_named_and_finished_rows_are_kept(engine: SGLangEngine) -> None:
     """Last: afterwards the server is gone."""
-    assert isinstance(engine.runner, Server) and engine.runner.process is not None
+    assert isinstance(engine.runner, SGLangServer) and engine.runner.process is not None
     engine.update_weights(weights(tiny(1)), 9)
     short, *_ = requests_for(PROMPTS[:1], max_tokens=1)
     longer = requests_for(PROMPTS[:3], max_tokens=80, ignore_eos=True)[1:]

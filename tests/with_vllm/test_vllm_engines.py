@@ -24,7 +24,7 @@ from vllm_models import (
 
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.vllm.engine import VLLMEngine
-from hybridflow.rollout.vllm.server import Server
+from hybridflow.rollout.vllm.server import VLLMServer
 
 
 @pytest.mark.parametrize(("version", "seed"), [(1, 0), (2, 1)])
@@ -115,7 +115,7 @@ def test_an_engine_in_this_process_leaves_its_random_numbers_and_threads(folder:
 
 def test_a_killed_server_is_named_and_finished_rows_are_kept(engine: VLLMEngine) -> None:
     """Last: afterwards the server is gone."""
-    if not isinstance(engine.runner, Server):
+    if not isinstance(engine.runner, VLLMServer):
         pytest.skip("it would end this process too")
     assert engine.runner.process is not None
     engine.update_weights(weights(tiny(1)), 9)

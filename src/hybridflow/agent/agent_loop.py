@@ -26,7 +26,7 @@ from hybridflow.config.tree import to_tree
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.protocol.prompt import Prompt
-from hybridflow.protocol.trajectory import FINISHED, TRUNCATED, Call, Outcome
+from hybridflow.protocol.trajectory import FINISHED, TRUNCATED, Outcome, PolicyCall
 from hybridflow.rollout.base import GenerationOutput, SamplingParams
 from hybridflow.tools.base import numbers_of
 
@@ -330,7 +330,7 @@ def _numbers(output: AgentLoopOutput) -> dict[str, float]:
     return found
 
 
-def learned_calls(calls: Sequence[Call], output: AgentLoopOutput) -> list[Call]:
+def learned_calls(calls: Sequence[PolicyCall], output: AgentLoopOutput) -> list[PolicyCall]:
     """Return the calls with those sampled tokens only that the loop's response has with mask 1.
 
     A call without such tokens is not accepted. Of one with some, each run of them is a call, whose prompt has
@@ -353,7 +353,7 @@ def learned_calls(calls: Sequence[Call], output: AgentLoopOutput) -> list[Call]:
     strange = [place for place in learned if place not in owners]
     if strange or not learned:
         raise TrajectoryFailed("environment", _complaint(strange, output))
-    kept: list[Call] = []
+    kept: list[PolicyCall] = []
     for number, call in enumerate(calls):
         places = [place for place in learned if owners[place] == number]
         if len(places) == len(call.output.token_ids):
@@ -376,7 +376,7 @@ def _complaint(strange: Sequence[int], output: AgentLoopOutput) -> str:
     )
 
 
-def _agreement(call: Call, output: AgentLoopOutput) -> int:
+def _agreement(call: PolicyCall, output: AgentLoopOutput) -> int:
     """Return how many tokens of a call's prompt and answer stand at the start of the loop's conversation."""
     ids = (*call.prompt.token_ids, *call.output.token_ids)
     returned = (*output.prompt_ids, *output.response_ids)
@@ -384,7 +384,7 @@ def _agreement(call: Call, output: AgentLoopOutput) -> int:
     return next((place for place, (one, other) in pairs if one != other), min(len(ids), len(returned)))
 
 
-def _parts(call: Call, places: Sequence[int]) -> list[Call]:
+def _parts(call: PolicyCall, places: Sequence[int]) -> list[PolicyCall]:
     """Return a call for each run of neighbouring `places` in the call's prompt and answer."""
     answer = call.output
     assert isinstance(answer, GenerationOutput), "a policy records what an engine gave"
@@ -401,11 +401,11 @@ def _parts(call: Call, places: Sequence[int]) -> list[Call]:
             policy_versions=answer.policy_versions[part],
             top_log_probs=None,
         )
-        parts.append(Call(Prompt(ids[: run_places[0]], call.prompt.media), output))
+        parts.append(PolicyCall(Prompt(ids[: run_places[0]], call.prompt.media), output))
     return parts
 
 
-def _outcome(calls: Sequence[Call], output: AgentLoopOutput) -> Outcome:
+def _outcome(calls: Sequence[PolicyCall], output: AgentLoopOutput) -> Outcome:
     """Return truncated where a limit ended the last answer, or the loop cut its response inside of one."""
     length = len(output.prompt_ids) + len(output.response_ids)
     for call in calls:

@@ -21,7 +21,7 @@ from hybridflow.agent.conversation import Conversation, Message, messages_of
 from hybridflow.agent.episode import AgentResult, Episode, LengthReached, Policy, TrajectoryFailed
 from hybridflow.agent.hosted_environment import EnvironmentSpec, HostedEnvironment
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
-from hybridflow.data.chat_template import ChatTemplate, Difference
+from hybridflow.data.chat_template import ChatTemplate, TemplateDifference
 from hybridflow.data.tokenizer import Tokenizer, text_of, without_special
 from hybridflow.processes.local import HostsLike
 from hybridflow.protocol.trajectory import FINISHED, TRUNCATED, Outcome
@@ -110,7 +110,7 @@ class ChatAgent:
             if environment is not None:
                 await environment.close()
 
-    def _tell_difference(self, difference: Difference | None) -> None:
+    def _tell_difference(self, difference: TemplateDifference | None) -> None:
         """Log the first difference; all are counted."""
         if difference is not None and not self._has_told:
             self._has_told = True
@@ -145,7 +145,7 @@ class _Dialogue:
     numbers: dict[str, float] = field(default_factory=dict)
     """Numbers of tools and of the environment, the newest of each name."""
     counts: Counter[str] = field(default_factory=Counter)
-    difference: Difference | None = None
+    difference: TemplateDifference | None = None
     """Where the tokens are not what the chat template renders, if that was checked."""
 
     def __post_init__(self) -> None:

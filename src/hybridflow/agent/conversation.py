@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hybridflow.agent.episode import LengthReached
-from hybridflow.data.chat_template import ChatTemplate, CheckMode, Difference, check_conversation
+from hybridflow.data.chat_template import ChatTemplate, CheckMode, TemplateDifference, check_conversation
 from hybridflow.environments.base import Observation
 from hybridflow.errors import DataError
 from hybridflow.protocol.prompt import Prompt
@@ -47,7 +47,7 @@ class Conversation:
         self._ids_only = False
         self._most_characters = most_characters
 
-    def difference(self, mode: CheckMode) -> Difference | None:
+    def difference(self, mode: CheckMode) -> TemplateDifference | None:
         """Return where the ids differ from what the template renders of all messages, or None.
 
         Conversations without a template, or rendered again in each turn, are not compared.

@@ -41,7 +41,7 @@ from hybridflow.rollout.server.prompts import Check, JobReaders, check_character
 from hybridflow.rollout.server.reading import ChoiceReader, Piece
 from hybridflow.rollout.server.run import LoopServer
 from hybridflow.rollout.server.schema import ChatBody, CompletionBody, SamplingBody
-from hybridflow.rollout.server.service import Limits, Metrics, cancel
+from hybridflow.rollout.server.service import ServerCounts, ServerLimits, cancel
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,7 @@ class Endpoint:
         """Agents find it at `host` and `port` (0: a free one)."""
         self.model = replace(model, any_name=True)
         self.template = template
-        self.limits = Limits()
+        self.limits = ServerLimits()
         self.readers = JobReaders(self.limits.max_queue, lambda: None)
         self._address = (host, port)
         self._server: LoopServer | None = None
@@ -95,7 +95,7 @@ class Endpoint:
             api,
             token=None,  # the path is the secret
             max_body_bytes=self.limits.max_body_bytes,
-            metrics=Metrics(model.name),
+            metrics=ServerCounts(model.name),
             paths=API_PATHS,
         )
 

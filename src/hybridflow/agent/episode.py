@@ -19,7 +19,7 @@ from hybridflow.errors import HybridFlowError
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.randomness import derive_seed
 from hybridflow.protocol.spans import Attribute, SpanLog
-from hybridflow.protocol.trajectory import FINISHED, Call, FailureCause, Outcome
+from hybridflow.protocol.trajectory import FINISHED, FailureCause, Outcome, PolicyCall
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.client import DeadlinePassed, LLMClient, ReplicaLost
 
@@ -74,7 +74,7 @@ class AgentResult:
     """The conversation, for people and for reward functions."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers of the trajectory, shown as means over trajectories."""
-    calls: Sequence[Call] | None = None
+    calls: Sequence[PolicyCall] | None = None
     """The calls as rows are made of them, where that is not as the policy has recorded them."""
     extra_info: Mapping[str, Any] = field(default_factory=dict)
     """Further facts for reward functions, which find them in their `extra_info`."""
@@ -120,7 +120,7 @@ class Policy:
         self, client: LLMClient, episode: Episode, limits: PolicyLimits, next_id: Callable[[], int]
     ) -> None:
         """`next_id` gives request ids that are unique among all trajectories."""
-        self.calls: list[Call] = []
+        self.calls: list[PolicyCall] = []
         """The calls that were answered, in the order of their answers."""
         self.limits = limits
         self.sampling = episode.sampling
@@ -151,7 +151,7 @@ class Policy:
         with self.log.span("generate") as span:
             output = await self._answer(GenerationRequest(self._next_id(), prompt, sampling, seed))
             span.attributes, span.texts = facts_of(prompt, output)
-        self.calls.append(Call(prompt, output))
+        self.calls.append(PolicyCall(prompt, output))
         return output
 
     async def close(self) -> None:

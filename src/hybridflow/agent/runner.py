@@ -41,10 +41,10 @@ from hybridflow.processes.local import HostsLike
 from hybridflow.protocol.randomness import derive_seed
 from hybridflow.protocol.trajectory import (
     TRUNCATED,
-    Call,
     FailureCause,
     Lineage,
     Outcome,
+    PolicyCall,
     Trajectory,
     rows_of,
 )
@@ -251,7 +251,7 @@ async def _without_exit(playing: Coroutine[Any, Any, AgentResult]) -> AgentResul
         raise RuntimeError(f"the agent called sys.exit({error.code})") from error
 
 
-def _check(result: AgentResult, calls: Sequence[Call], rows: Sequence[Lineage]) -> None:
+def _check(result: AgentResult, calls: Sequence[PolicyCall], rows: Sequence[Lineage]) -> None:
     """Raise TrajectoryFailed for a result that cannot become rows."""
     if not calls:
         raise TrajectoryFailed("environment", "the agent ended without a call to the model")

@@ -18,10 +18,10 @@ from hybridflow.protocol.randomness import derive_seed
 from hybridflow.protocol.trajectory import (
     FINISHED,
     TRUNCATED,
-    Call,
     FailureCause,
     Lineage,
     Outcome,
+    PolicyCall,
     Trajectory,
     rows_of,
 )
@@ -54,7 +54,7 @@ class RequestBatch:
         """Return the trajectory of the request at `place`, with its text and what a reward reads."""
         prompt = self.requests[place].prompt
         # a response without tokens is a row all the same: it is an answer, and is scored like others
-        lineages = rows_of([Call(prompt, output)]) or (Lineage(prompt),)
+        lineages = rows_of([PolicyCall(prompt, output)]) or (Lineage(prompt),)
         text = tokenizer.decode(output.token_ids, skip_special_tokens=True)
         extra = {"solution_str": text, **reward_facts(self.rows[place])}
         group = self.groups[place]

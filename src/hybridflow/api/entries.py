@@ -19,7 +19,7 @@ from types import ModuleType
 from typing import Any
 
 from hybridflow.api.callbacks import Callbacks
-from hybridflow.api.launch import Call, Dataset, Model, Overrides, launch, only_run
+from hybridflow.api.launch import Dataset, Model, Overrides, RunArguments, launch, only_run
 from hybridflow.api.result import Run
 from hybridflow.config.own_code import DEFAULT_NAMES
 from hybridflow.config.source_code import IN_MEMORY, in_memory, shown
@@ -78,7 +78,7 @@ def train(
             workers = config.actor_rollout_ref.rollout.agent.num_workers
             require_here([str(config.data.environment)], AGENT_WORKERS, workers)
 
-        call = Call("train", recipe, *common, values={**values, **talks_to}, check=check)
+        call = RunArguments("train", recipe, *common, values={**values, **talks_to}, check=check)
         return launch(call)
 
 
@@ -101,7 +101,7 @@ def sft(
     """
     common = (model, tokenizer, dataset, val_dataset, output_dir, resume, callbacks, overrides, progress)
     with only_run():
-        return launch(Call("sft", recipe, *common))
+        return launch(RunArguments("sft", recipe, *common))
 
 
 def dpo(
@@ -123,7 +123,7 @@ def dpo(
     """
     common = (model, tokenizer, dataset, val_dataset, output_dir, resume, callbacks, overrides, progress)
     with only_run():
-        return launch(Call("dpo", recipe, *common))
+        return launch(RunArguments("dpo", recipe, *common))
 
 
 def reward_model(
@@ -145,7 +145,7 @@ def reward_model(
     """
     common = (model, tokenizer, dataset, val_dataset, output_dir, resume, callbacks, overrides, progress)
     with only_run():
-        return launch(Call("reward-model", recipe, *common))
+        return launch(RunArguments("reward-model", recipe, *common))
 
 
 def _reward_values(reward: Any, objects: Objects) -> tuple[dict[str, Any], list[str]]:

@@ -54,7 +54,7 @@ WANTED = (
 
 
 @dataclass(frozen=True)
-class Call:
+class RunArguments:
     """The arguments that all kinds of runs have."""
 
     command: str
@@ -123,7 +123,7 @@ def only_run() -> Iterator[None]:
         _one_run.release()
 
 
-def launch(call: Call) -> Run:
+def launch(call: RunArguments) -> Run:
     """Run what a call asks for, inside `only_run`. Raises whatever the command would report."""
     folder = call.folder()
     told = CallbackTracker(as_callbacks(call.callbacks), folder)
@@ -200,7 +200,7 @@ def _plain(value: Any) -> Any:
     return value
 
 
-def _of_run(call: Call) -> dict[str, Any]:
+def _of_run(call: RunArguments) -> dict[str, Any]:
     """Return the keys of the run folder and of the checkpoint to resume from."""
     values: dict[str, Any] = {}
     if call.output_dir is not None:
@@ -213,16 +213,16 @@ def _of_run(call: Call) -> dict[str, Any]:
     return values
 
 
-def _data(call: Call, folder: Path) -> tuple[dict[str, Any], dict[Path, Rows]]:
+def _data(call: RunArguments, folder: Path) -> tuple[dict[str, Any], dict[Path, RowsInMemory]]:
     """Return the keys of the data, and the files that are to be written first."""
     values: dict[str, Any] = {}
-    written: dict[Path, Rows] = {}
+    written: dict[Path, RowsInMemory] = {}
     for argument, split in (("dataset", "train"), ("val_dataset", "val")):
         dataset = getattr(call, argument)
         if dataset is None:
             continue
         found = files_or_rows(dataset, argument)
-        if isinstance(found, Rows):
+        if isinstance(found, RowsInMemory):
             file = folder / "data" / f"{split}.jsonl"
             written[file] = found
             found = [str(file)]
@@ -232,7 +232,7 @@ def _data(call: Call, folder: Path) -> tuple[dict[str, Any], dict[Path, Rows]]:
     return values, written
 
 
-def _model(call: Call, folder: Path) -> dict[str, Any]:
+def _model(call: RunArguments, folder: Path) -> dict[str, Any]:
     """Return the keys of the model and the tokenizer. Raises ConfigError for what is neither."""
     key = "actor_rollout_ref.model.path" if call.command == "train" else "model.path"
     if hasattr(call.model, "save_pretrained"):
@@ -274,7 +274,7 @@ def _outside_event_loop() -> Iterator[None]:
 
 
 @dataclass(frozen=True)
-class Rows:
+class RowsInMemory:
     """Rows that are in memory, and the name of the argument that they were given as."""
 
     argument: str
@@ -304,7 +304,7 @@ class Rows:
             ) from error
 
 
-def files_or_rows(dataset: Dataset, argument: str) -> list[str] | Rows:
+def files_or_rows(dataset: Dataset, argument: str) -> list[str] | RowsInMemory:
     """Return the paths, or the rows that are to be written. Raises DataError for what is neither."""
     if isinstance(dataset, str | os.PathLike):
         return [os.fspath(dataset)]
@@ -317,7 +317,7 @@ def files_or_rows(dataset: Dataset, argument: str) -> list[str] | Rows:
         raise DataError(f"{argument} is empty: it has no rows")
     if all(isinstance(row, os.PathLike) or _is_file(row) for row in dataset):
         return [os.fspath(row) for row in dataset]
-    return Rows(argument, dataset)
+    return RowsInMemory(argument, dataset)
 
 
 def _is_file(row: Any) -> bool:

@@ -129,12 +129,12 @@ def _subject(options: argparse.Namespace, stack: ExitStack) -> tuple[Any, list[s
     """Return the model that answers, the overrides that it brings, and the recipe."""
     from hybridflow.checkpoint.layout import ACTOR, HF_FOLDER, STRUCTURE, step_of
     from hybridflow.errors import ConfigError
-    from hybridflow.trainer.evaluation.main import Endpoint, Subject, state_of
+    from hybridflow.trainer.evaluation.main import ModelEndpoint, Subject, state_of
     from hybridflow.trainer.stopping import newest_checkpoint
 
     model = "actor_rollout_ref.model"
     if options.model.startswith(ENDPOINTS):
-        endpoint = Endpoint(
+        endpoint = ModelEndpoint(
             options.model, options.served_model or "", os.environ.get(KEY_VARIABLE), options.deadline
         )
         return Subject(options.model, endpoint=endpoint), [], options.recipe

@@ -14,9 +14,9 @@ from hybridflow.cli.recipe_flags import add_recipe
 if TYPE_CHECKING:
     from hybridflow.planner.costs import Costs
     from hybridflow.planner.hardware import Cluster
-    from hybridflow.planner.pools import Job
+    from hybridflow.planner.pools import StepWork
     from hybridflow.planner.run_plan import RunPlan
-    from hybridflow.planner.search import Search
+    from hybridflow.planner.search import PlacementSearch
 
 MODEL = "model="
 GIB = 2**30
@@ -73,11 +73,11 @@ def plan_run(options: argparse.Namespace) -> int:
     from hybridflow.errors import ConfigError
     from hybridflow.planner.model_shape import shape_by_keys
     from hybridflow.planner.pools import job_of
-    from hybridflow.planner.search import Search, first_different
+    from hybridflow.planner.search import PlacementSearch, first_different
 
     if not options.devices:
         raise ConfigError("plan: say for which devices, as in --devices 16xH100")
-    _check_options(options, Search.schedules)
+    _check_options(options, PlacementSearch.schedules)
     path = "actor_rollout_ref.model.path="
     given = [
         path + word.removeprefix(MODEL) if word.startswith(MODEL) else word for word in options.overrides
@@ -97,7 +97,7 @@ def plan_run(options: argparse.Namespace) -> int:
     job = job_of(config, shape_by_keys, prompt, response, options.reward_seconds)
     costs = _costs(options.devices)
     began = time.perf_counter()
-    search = Search(job, costs)
+    search = PlacementSearch(job, costs)
     if options.schedule:
         search.schedules = options.schedule
     found = search.run()
@@ -129,7 +129,7 @@ def _costs(devices: str) -> Costs:
     return Costs(Cluster(hardware, 1), CPU_EFFICIENCY, itemsize=4)
 
 
-def _why_none(search: Search, options: argparse.Namespace) -> str:
+def _why_none(search: PlacementSearch, options: argparse.Namespace) -> str:
     """Return why no plan was found, and what to change."""
     from hybridflow.planner.pools import PARTS
     from hybridflow.planner.search import enough_devices
@@ -214,7 +214,7 @@ def _that_pass(
 
 
 def _report(
-    best: Sequence[tuple[RunPlan, list[str]]], job: Job, cluster: Cluster, price: float | None
+    best: Sequence[tuple[RunPlan, list[str]]], job: StepWork, cluster: Cluster, price: float | None
 ) -> Iterator[str]:
     """Yield the plans as a table, then the devices, seconds and overrides of each."""
     import textwrap

@@ -158,7 +158,7 @@ def _serve(options: argparse.Namespace, bound: Any, token: str | None, is_new: b
 def _settings(options: argparse.Namespace, stack: ExitStack) -> Any:
     from hybridflow.distributed.device import resolve_device
     from hybridflow.rollout.server.build import ServeSettings
-    from hybridflow.rollout.server.service import Limits
+    from hybridflow.rollout.server.service import ServerLimits
 
     device = options.device
     if not device:
@@ -182,7 +182,7 @@ def _settings(options: argparse.Namespace, stack: ExitStack) -> Any:
         tool_parser=options.tool_call_parser,
         chat_template=options.chat_template,
         trust_remote_code=options.trust_remote_code,
-        limits=Limits(
+        limits=ServerLimits(
             max_queue=options.max_queue,
             max_body_bytes=int(options.max_body_mb * 2**20),
             deadline_s=options.request_timeout or None,

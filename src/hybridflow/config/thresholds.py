@@ -32,7 +32,7 @@ def quote_bounds(text: str) -> str:
     return text
 
 
-class Rule(NamedTuple):
+class RejectionRule(NamedTuple):
     """One option of rejection with its threshold."""
 
     over: str
@@ -60,7 +60,7 @@ def parse_is_threshold(threshold: float | str) -> tuple[float | None, float]:
     )
 
 
-def parse_rejection(options: str, thresholds: float | str | None) -> list[Rule]:
+def parse_rejection(options: str, thresholds: float | str | None) -> list[RejectionRule]:
     """The rules of a comma list of options with their thresholds; ConfigError with all that is wrong."""
     rules, problems = read_rejection(options, thresholds)
     if problems:
@@ -68,7 +68,7 @@ def parse_rejection(options: str, thresholds: float | str | None) -> list[Rule]:
     return rules
 
 
-def read_rejection(options: str, thresholds: float | str | None) -> tuple[list[Rule], list[str]]:
+def read_rejection(options: str, thresholds: float | str | None) -> tuple[list[RejectionRule], list[str]]:
     """Return the rules of a comma list of options with their thresholds, and a line for each problem.
 
     That is an unknown option, thresholds that are missing or not as many as the options, one of k1 that is
@@ -87,7 +87,7 @@ def read_rejection(options: str, thresholds: float | str | None) -> tuple[list[R
             f"has {len(given)} thresholds: set one for each option, by comma"
         )
         return [], problems
-    rules: list[Rule] = []
+    rules: list[RejectionRule] = []
     for name, threshold in zip(names, given, strict=True):
         try:
             rules += [_rule(name, threshold)] if name in OPTIONS else []
@@ -96,20 +96,20 @@ def read_rejection(options: str, thresholds: float | str | None) -> tuple[list[R
     return rules, problems
 
 
-def _rule(name: str, threshold: str) -> Rule:
+def _rule(name: str, threshold: str) -> RejectionRule:
     over, statistic = name.rsplit("_", 1)
     bounds = _numbers(threshold)
     if statistic == "k1":
         if len(bounds) == 1 and bounds[0] > 1:
-            return Rule(over, statistic, -math.log(bounds[0]), math.log(bounds[0]))
+            return RejectionRule(over, statistic, -math.log(bounds[0]), math.log(bounds[0]))
         if len(bounds) == 2 and 0 < bounds[0] < bounds[1]:
-            return Rule(over, statistic, math.log(bounds[0]), math.log(bounds[1]))
+            return RejectionRule(over, statistic, math.log(bounds[0]), math.log(bounds[1]))
         wanted = (
             "'lo_hi' with 0 < lo < hi, for example '0.5_2.0', or one number u above 1, which means [1/u, u]"
         )
     else:
         if len(bounds) == 1 and bounds[0] > 0:
-            return Rule(over, statistic, -math.inf, bounds[0])
+            return RejectionRule(over, statistic, -math.inf, bounds[0])
         wanted = "one number above 0, the upper bound in nats, for example 0.01"
     raise ConfigError(f"{_KEY}.rollout_rs_threshold got {threshold!r} for {name}: set {wanted}")
 

@@ -33,7 +33,7 @@ R = TypeVar("R")
 
 
 @dataclass(frozen=True)
-class Source:
+class CallSource:
     """The call that a future belongs to: its dispatch rule, its mesh, and how it was sharded."""
 
     dispatch: Dispatch
@@ -56,7 +56,7 @@ class Future(Generic[R]):
         role: str,
         method: str,
         taken: tuple[int, ...] | None = None,
-        source: Source | None = None,
+        source: CallSource | None = None,
     ) -> None:
         self.parts = dict(sorted(parts.items()))
         self.role = role

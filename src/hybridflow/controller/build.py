@@ -46,7 +46,7 @@ def hosting(
         return
     placement = Placement.from_config(trainer, roles)
     from hybridflow.controller.ray.backend import RayBackend
-    from hybridflow.controller.ray.cluster import Cluster
+    from hybridflow.controller.ray.cluster import RayCluster
 
     start_queue: Callable[[float], TransferQueue] | None = None
     further_cpus = 0
@@ -55,7 +55,7 @@ def hosting(
 
         start_queue = partial(TransferQueue.start, trainer.transfer_queue)
         further_cpus = cpus_of(trainer.transfer_queue)
-    cluster = Cluster.connect(
+    cluster = RayCluster.connect(
         ray,
         device=trainer.device,
         wanted=placement.num_devices,

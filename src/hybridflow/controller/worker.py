@@ -9,7 +9,7 @@ from typing import TypeAlias
 from hybridflow.config.root import ProfilerTool
 from hybridflow.controller.dispatch import Dispatch, register
 from hybridflow.distributed.device import peak_since_asked
-from hybridflow.observability.profiling import ProfileSettings, Span, check_tool, profiler
+from hybridflow.observability.profiling import ProfiledSpan, ProfileSettings, check_tool, profiler
 from hybridflow.protocol import DataProto
 
 
@@ -79,7 +79,7 @@ class Worker:
         profiler.start(settings)
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
-    def profiled(self) -> list[Span]:
+    def profiled(self) -> list[ProfiledSpan]:
         """End the recording; return the spans, or none where another role of the process has returned
         them."""
         return profiler.stop()

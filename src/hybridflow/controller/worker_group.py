@@ -15,7 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
-from hybridflow.controller.backend import Backend, Future, Source
+from hybridflow.controller.backend import Backend, CallSource, Future
 from hybridflow.controller.backend import replace as replace_in
 from hybridflow.controller.dispatch import Call, Dispatch, ShardedCall, registration_of
 from hybridflow.controller.mesh import MeshInfo, PerRank, undo_rows
@@ -153,7 +153,7 @@ class WorkerGroup(Generic[W]):
         calls[rank] = replace(everywhere, returns=True)
         sharded = ShardedCall(calls)
         parts = self.backend.submit(self.role, method.__name__, sharded.calls, lane)
-        source = Source(Dispatch.RANK_ZERO, mesh, sharded)
+        source = CallSource(Dispatch.RANK_ZERO, mesh, sharded)
         return Future(
             parts, lambda results: results[0], role=self.role, method=method.__name__, source=source
         )
@@ -226,7 +226,7 @@ class WorkerGroup(Generic[W]):
             role=self.role,
             method=method.__name__,
             taken=taken,
-            source=Source(dispatch, mesh, sharded),
+            source=CallSource(dispatch, mesh, sharded),
         )
 
 

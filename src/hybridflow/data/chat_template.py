@@ -247,7 +247,7 @@ def _call(result: Message, argument: str, as_text: bool) -> dict[str, Any]:
 
 
 @dataclass(frozen=True)
-class Difference:
+class TemplateDifference:
     """First place where a row differs from its conversation as the template renders it."""
 
     position: int
@@ -267,7 +267,7 @@ def check_conversation(
     messages: Sequence[Message],
     tools: Tools | None = None,
     mode: CheckMode = "strict",
-) -> Difference | None:
+) -> TemplateDifference | None:
     """Return where the ids of a row differ from those of its whole conversation, rendered at once.
 
     The row may lack the end that the template writes after the last answer. With `ignore_strippable`
@@ -289,6 +289,6 @@ def check_conversation(
     pairs = enumerate(zip(row, rendered, strict=False))
     place = next((place for place, (one, other) in pairs if one != other), min(len(row), len(rendered)))
     around = slice(max(0, place - SHOWN), place + SHOWN)
-    return Difference(
+    return TemplateDifference(
         place, text_of(template.tokenizer, row[around]), text_of(template.tokenizer, rendered[around])
     )

@@ -24,7 +24,7 @@ from hybridflow.protocol.prompt import Medium, MediumKind
 _MARK = re.compile(r"(<image>|<video>)")
 
 
-class Source(NamedTuple):
+class MediaSource(NamedTuple):
     """A picture or a video of a row, as the data has it."""
 
     kind: MediumKind
@@ -57,7 +57,7 @@ class MediaReader:
         rows.refuse_media("data.image_key and data.video_key name other columns", read=media_keys(config))
         return cls(processor, config)
 
-    def in_parts(self, messages: Sequence[Message], row: Row) -> tuple[list[Message], list[Source]]:
+    def in_parts(self, messages: Sequence[Message], row: Row) -> tuple[list[Message], list[MediaSource]]:
         """Return the messages with lists of parts as contents, and the media in the order of their places.
 
         A place is <image> or <video> in a text, or a part of type image or video, which may hold its picture
@@ -65,7 +65,7 @@ class MediaReader:
         """
         waiting = {kind: self._column(kind, row) for kind in ("image", "video")}
         marked = any(waiting.values())
-        found: list[Source] = []
+        found: list[MediaSource] = []
         ready = []
         for message in messages:
             content = message.get("content")
@@ -84,12 +84,12 @@ class MediaReader:
             )
         return ready, found
 
-    def of_text(self, row: Row) -> list[Source]:
+    def of_text(self, row: Row) -> list[MediaSource]:
         """Return the media of a row whose prompt is a text with the model's own placeholders."""
         kinds: tuple[MediumKind, ...] = ("image", "video")
-        return [Source(kind, value) for kind in kinds for value in self._column(kind, row)]
+        return [MediaSource(kind, value) for kind in kinds for value in self._column(kind, row)]
 
-    def expand(self, token_ids: Sequence[int], sources: Sequence[Source], *, whole: bool) -> Expanded:
+    def expand(self, token_ids: Sequence[int], sources: Sequence[MediaSource], *, whole: bool) -> Expanded:
         """Return token ids with media; MediaError for one that cannot be read, which it names by number.
 
         Media are left out unless they are read `whole`; of pictures the size is enough then.
@@ -112,7 +112,7 @@ class MediaReader:
         if places != [place for each in media for place in range(each.start, each.start + each.length)]:
             raise MediaError("its pictures or videos have other sizes")
 
-    def _read(self, source: Source) -> Read:
+    def _read(self, source: MediaSource) -> Read:
         fetch = self.config.fetch_media
         if source.kind == "image":
             picture = read_picture(source.value, fetch=fetch)
@@ -127,7 +127,7 @@ class MediaReader:
         media = (replace(part, shown=each) for part, each in zip(read.media, shown, strict=True))
         return replace(read, media=tuple(media))
 
-    def _measured(self, source: Source) -> Read:
+    def _measured(self, source: MediaSource) -> Read:
         """Return the token ids that a picture or a video becomes, without its media."""
         fetch = self.config.fetch_media
         if source.kind == "image":
@@ -144,7 +144,7 @@ class MediaReader:
         return [value]
 
     def _place(
-        self, part: Mapping[str, Any], waiting: dict[str, list[Any]], found: list[Source]
+        self, part: Mapping[str, Any], waiting: dict[str, list[Any]], found: list[MediaSource]
     ) -> dict[str, Any]:
         """Return a part as the template takes it, and note its picture."""
         kind = MEDIA_PARTS.get(str(part.get("type", "text")))
@@ -155,7 +155,7 @@ class MediaReader:
             if not waiting[kind]:
                 raise MediaError(f"there are more places for an {kind} than the row has in data.{kind}_key")
             held = waiting[kind].pop(0)
-        found.append(Source(kind, held))
+        found.append(MediaSource(kind, held))
         return {"type": kind}
 
 

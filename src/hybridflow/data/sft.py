@@ -20,7 +20,7 @@ from typing import Any
 from hybridflow.config.data import SFTDataConfig
 from hybridflow.data.chat_template import BREAK, ChatTemplate, Tools
 from hybridflow.data.files import RaggedInts, Row, Rows, as_rows
-from hybridflow.data.media import MediaReader, Source
+from hybridflow.data.media import MediaReader, MediaSource
 from hybridflow.data.messages import Message, check_messages, check_tools, prompt_of
 from hybridflow.data.pictures import MediaError
 from hybridflow.data.prompts import truncate
@@ -205,7 +205,7 @@ class ConversationEncoder:
         thinking = row.get(self.config.enable_thinking_key)
         if thinking is not None:
             options["enable_thinking"] = bool(thinking)
-        sources: list[Source] = []
+        sources: list[MediaSource] = []
         if self.reader is not None:
             messages, sources = self.reader.in_parts(messages, row)
         template = ChatTemplate(self.tokenizer, options)
@@ -216,7 +216,7 @@ class ConversationEncoder:
     def _reads(self) -> bool:
         return self.reader is not None
 
-    def _with_media(self, ids: list[int], mask: list[int], sources: Sequence[Source]) -> Encoded:
+    def _with_media(self, ids: list[int], mask: list[int], sources: Sequence[MediaSource]) -> Encoded:
         """Return ids and mask with the tokens of pictures, which are never learned."""
         if self.reader is None:
             return ids, mask

@@ -29,9 +29,9 @@ from hybridflow.explain.formula import (
     ACTOR,
     PRM,
     ROLLOUT,
+    ExplainedRun,
     Formula,
     Number,
-    Run,
     formula_of,
     own_formula,
     shown,
@@ -54,7 +54,7 @@ def explain_algorithm(config: PPOConfig) -> list[Section]:
 
     Raises ConfigError where a user's own estimator or loss cannot be loaded.
     """
-    run = Run(config)
+    run = ExplainedRun(config)
     parts = (
         _rewards,
         _groups,
@@ -70,7 +70,7 @@ def explain_algorithm(config: PPOConfig) -> list[Section]:
     return [section for part in parts if (section := part(run)) is not None]
 
 
-def _rewards(run: Run) -> Section:
+def _rewards(run: ExplainedRun) -> Section:
     lines = [
         f"scores s by {_scorer(run)}",
         "token rewards r_t: the score on the last sampled token, 0 before it",
@@ -103,7 +103,7 @@ def _known(name: str, function: str, *numbers: Number, notes: tuple[str, ...] = 
     return formula_of(described(f"hybridflow.{function}"), numbers, name=name, notes=notes)
 
 
-def _scorer(run: Run) -> str:
+def _scorer(run: ExplainedRun) -> str:
     """Return what scores the responses of this run."""
     own = run["reward.custom_reward_function.path"]
     terms = run["reward.terms"]
@@ -114,7 +114,7 @@ def _scorer(run: Run) -> str:
     return f"reward.function={run['reward.function']}"
 
 
-def _kl_in_reward(run: Run) -> list[Formula]:
+def _kl_in_reward(run: ExplainedRun) -> list[Formula]:
     formulas = [
         _known(
             "KL in the reward",
@@ -134,7 +134,7 @@ def _kl_in_reward(run: Run) -> list[Formula]:
     return formulas
 
 
-def _kl_estimator(run: Run, key: str) -> Formula:
+def _kl_estimator(run: ExplainedRun, key: str) -> Formula:
     kind = run[key]
     if kind == "full":
         return _known("exact KL over the vocabulary", "models.heads.full_kl:full_kl", run.number("", key))
@@ -150,7 +150,7 @@ def _kl_estimator(run: Run, key: str) -> Formula:
     )
 
 
-def _groups(run: Run) -> Section:
+def _groups(run: ExplainedRun) -> Section:
     lines = []
     formulas = []
     path = "algorithm.filter_groups"
@@ -170,7 +170,7 @@ def _groups(run: Run) -> Section:
     return Section("which rows are learned from", tuple(lines), tuple(formulas))
 
 
-def _correction(run: Run) -> Section:
+def _correction(run: ExplainedRun) -> Section:
     path = "algorithm.rollout_correction"
     module = "algorithms.rollout_correction"
     lines = []
@@ -202,7 +202,7 @@ def _correction(run: Run) -> Section:
     return Section("rollout correction", tuple(lines), tuple(formulas))
 
 
-def _advantage(run: Run) -> Section:
+def _advantage(run: ExplainedRun) -> Section:
     name = run["algorithm.adv_estimator"]
     function = find_estimator(run.config.algorithm).function
     facts = estimator_facts(run.config)
@@ -221,7 +221,7 @@ def _advantage(run: Run) -> Section:
     return Section(f"the advantage: algorithm.adv_estimator={name}", tuple(lines), (formula,))
 
 
-def _resampling(run: Run) -> Section | None:
+def _resampling(run: ExplainedRun) -> Section | None:
     if not run["algorithm.use_pf_ppo"]:
         return None
     method = run.number("method", "algorithm.pf_ppo.reweight_method")
@@ -235,7 +235,7 @@ def _resampling(run: Run) -> Section | None:
     return Section("resampling of rows", lines, (formula,))
 
 
-def _policy(run: Run) -> Section:
+def _policy(run: ExplainedRun) -> Section:
     name = run[f"{ACTOR}.policy_loss.loss_mode"]
     loss = find_policy_loss(run.config.actor_rollout_ref.actor)
     facts = loss_facts(run.config)
@@ -257,7 +257,7 @@ def _policy(run: Run) -> Section:
     return Section(f"the policy loss: {ACTOR}.policy_loss.loss_mode={name}", tuple(lines), tuple(formulas))
 
 
-def _pair_loss(run: Run) -> Formula:
+def _pair_loss(run: ExplainedRun) -> Formula:
     kind = run[f"{ACTOR}.policy_loss.dpo_loss"]
     numbers = [run.number("beta", f"{ACTOR}.policy_loss.dpo_beta", "β")]
     if kind == "sigmoid":
@@ -266,7 +266,7 @@ def _pair_loss(run: Run) -> Formula:
     return _known(f"of a pair, in force by dpo_loss={kind}", function, *numbers)
 
 
-def _aggregation(run: Run) -> Section:
+def _aggregation(run: ExplainedRun) -> Section:
     mode = run[f"{ACTOR}.loss_agg_mode"] or find_policy_loss(run.config.actor_rollout_ref.actor).agg_mode
     return Section(
         f"from token losses to one number: {mode}",
@@ -275,7 +275,7 @@ def _aggregation(run: Run) -> Section:
     )
 
 
-def _aggregate(run: Run, mode: str, mini_key: str) -> Formula:
+def _aggregate(run: ExplainedRun, mode: str, mini_key: str) -> Formula:
     mini = run[mini_key]
     n = rows_per_prompt(run.config)
     longest = run["data.max_response_length"]
@@ -298,7 +298,7 @@ def _aggregate(run: Run, mode: str, mini_key: str) -> Formula:
     return formula_of(function, numbers, name=mode, equation=f"loss = {equation}")
 
 
-def _further(run: Run) -> Section:
+def _further(run: ExplainedRun) -> Section:
     lines = []
     formulas = []
     if run[f"{ACTOR}.entropy_coeff"]:
@@ -321,7 +321,7 @@ def _further(run: Run) -> Section:
     return Section("further terms of the loss", tuple(lines or ["none"]), tuple(formulas))
 
 
-def _value(run: Run) -> Section | None:
+def _value(run: ExplainedRun) -> Section | None:
     if not run["critic.enable"]:
         return None
     clip = run.number("clip_range", "critic.cliprange_value")
@@ -333,7 +333,7 @@ def _value(run: Run) -> Section | None:
     return Section("the value loss", tuple(lines), (value, aggregation))
 
 
-def _steps(run: Run) -> Section:
+def _steps(run: ExplainedRun) -> Section:
     wanted = ("sequences per step", TURNS, CONVERSATION, "mini-batches per step", "optimizer steps per step")
     lines = [
         f"{line.label}: {line.value} ({line.how})" for line in explain(run.config) if line.label in wanted

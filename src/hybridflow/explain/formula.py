@@ -169,7 +169,7 @@ ROLLOUT = "actor_rollout_ref.rollout"
 PRM = "reward.process_reward_model"
 
 
-class Run:
+class ExplainedRun:
     """A configuration read by dotted keys, so that every number can say where it is set."""
 
     def __init__(self, config: PPOConfig) -> None:

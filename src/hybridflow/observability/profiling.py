@@ -32,7 +32,7 @@ MOST_ALLOCATIONS = 100_000
 
 
 @dataclass(frozen=True)
-class Span:
+class ProfiledSpan:
     """Something that a thread has done, in seconds since the epoch, so that machines' spans can be laid
     beside each other as far as their clocks agree.
     """
@@ -85,7 +85,7 @@ class Profiler:
 
     def __init__(self) -> None:
         self.active = False
-        self._spans: list[Span] = []
+        self._spans: list[ProfiledSpan] = []
         self._lock = threading.Lock()
         self._settings: ProfileSettings | None = None
         self._torch: Any = None
@@ -117,7 +117,7 @@ class Profiler:
         elif settings.tool == "nsys":
             _device_facilities().start_capture_range()
 
-    def stop(self) -> list[Span]:
+    def stop(self) -> list[ProfiledSpan]:
         """End the recording, write this process's own files, and return the spans; none where it was off."""
         if not self.active:
             return []
@@ -155,7 +155,7 @@ class Profiler:
             with torch.profiler.record_function(name):
                 yield
         finally:
-            span = Span(name, start, time.time(), threading.current_thread().name)
+            span = ProfiledSpan(name, start, time.time(), threading.current_thread().name)
             with self._lock:
                 self._spans.append(span)
 

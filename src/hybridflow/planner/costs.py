@@ -1,6 +1,6 @@
 """Seconds of each phase of a step, from what it must compute, read and send.
 
-    ModelShape, Rows, layout ──Costs──► generation · a pass over the rows · an update · moved weights
+    ModelShape, StepRows, layout ──Costs──► generation · a pass over the rows · an update · moved weights
 
 A phase takes the time of its slowest resource: FLOPs over peak × MFU, bytes over bandwidth, bytes over links.
 What no such count explains is in `Efficiency`, the only fitted numbers: `benchmarks/plan_check.py` fits them
@@ -73,7 +73,7 @@ CPU_EFFICIENCY = Efficiency(
 
 
 @dataclass(frozen=True)
-class Rows:
+class StepRows:
     """The rows of a step."""
 
     count: float
@@ -115,7 +115,7 @@ class Costs:
         ) / self.cluster.hardware.peak
 
     def mfu(
-        self, shape: ModelShape, rows: Rows, seconds: float, devices: int, *, lora: bool = False
+        self, shape: ModelShape, rows: StepRows, seconds: float, devices: int, *, lora: bool = False
     ) -> float:
         """Return the part of the devices' peak that passes over the rows with gradients have used.
 
@@ -152,7 +152,7 @@ class Costs:
     def generation(
         self,
         shape: ModelShape,
-        rows: Rows,
+        rows: StepRows,
         devices: int,
         tensor: int,
         most_rows: float = math.inf,
@@ -179,7 +179,7 @@ class Costs:
             seconds += (ends - begins) * self.decode_step(shape, left, context, tensor)
         return seconds
 
-    def passes(self, shape: ModelShape, rows: Rows, engine: RoleEngine, *, learns: bool) -> float:
+    def passes(self, shape: ModelShape, rows: StepRows, engine: RoleEngine, *, learns: bool) -> float:
         """Return the seconds of a forward pass over all rows; with `learns` those of the engine's passes with
         gradients, and of its optimizer steps.
         """
@@ -278,7 +278,7 @@ FITTED = Efficiency(mfu=0.458, sparse_mfu=0.0528, decode_bandwidth=0.92, decode_
 """Fitted to rows 10, 11 (on-policy), 22 and 26 of `benchmarks/published_runs.yaml`."""
 
 
-class Segment(NamedTuple):
+class DecodeStretch(NamedTuple):
     """A stretch of decode steps in which about as many rows run."""
 
     begins: float
@@ -335,7 +335,7 @@ class Lengths:
             total += point * point
         return total / len(points)
 
-    def segments(self, rows: float) -> Iterator[Segment]:
+    def segments(self, rows: float) -> Iterator[DecodeStretch]:
         """Yield stretches in which the `rows` rows that begin together run, by about a fifth fewer each."""
         begins = 0.0
         running = float(rows)
@@ -343,6 +343,6 @@ class Lengths:
             after = running * 0.8 if running > 1.5 else 0.0
             ends = self.quantile(1 - max(after, 0.5) / rows)
             if ends > begins:
-                yield Segment(begins, ends, (running + after) / 2 if after else running)
+                yield DecodeStretch(begins, ends, (running + after) / 2 if after else running)
                 begins = ends
             running = after

@@ -111,7 +111,7 @@ class PlannedReplica(NamedTuple):
     """Ranks of the rollout that serve requests together."""
 
 
-class Part(NamedTuple):
+class MemoryItem(NamedTuple):
     """Something that takes memory in one process: bytes, and where the number is from."""
 
     label: str
@@ -124,7 +124,7 @@ class Part(NamedTuple):
 class Needs(NamedTuple):
     """Memory of one role in one process: bytes on its device."""
 
-    parts: list[Part]
+    parts: list[MemoryItem]
     between: int
     """Bytes between its phases."""
     update: int = 0
@@ -147,27 +147,27 @@ def engine_needs(engine: RoleEngine, size: ModelSize, *, device: str) -> Needs:
     share = _share(layout)
     trained_bytes = wide if many else size.itemsize
     weights = (own.all - own.trained) * size.itemsize + own.trained * trained_bytes
-    parts = [Part("weights", weights, _weights_how(size, trained_bytes, share), weights_away)]
+    parts = [MemoryItem("weights", weights, _weights_how(size, trained_bytes, share), weights_away)]
     gathered, at_once, how = _gathered(engine, size) if many else (0, 0, "")
     if gathered:
-        parts.append(Part("weights gathered for a pass", gathered, how))
+        parts.append(MemoryItem("weights gathered for a pass", gathered, how))
     if not engine.trained:
         between = 0 if weights_away else weights
         return Needs(parts, between, fetched=0 if live else weights - between)
     trained = f"{size.whole.trained:,} trained"
     masters = 0 if many or size.itemsize >= 4 else 4 * own.trained
     if masters:
-        parts.append(Part("float32 masters", masters, f"{trained} × 4 bytes", state_away))
+        parts.append(MemoryItem("float32 masters", masters, f"{trained} × 4 bytes", state_away))
     kept = many and not fsdp.reshard_after_forward
     grads = at_once if kept else own.trained * wide
     how = f"{trained} × {wide} bytes{share}"
     if kept:
         how = "whole on each process (reshard_after_forward=false)"
-    parts.append(Part("gradients", grads, how, live))
+    parts.append(MemoryItem("gradients", grads, how, live))
     label = "Adam moments" if engine.optimizer == "AdamW" else f"state of {engine.optimizer}"
     each, how = _moments(engine.optimizer, wide)
     moments = math.ceil(own.trained * each)
-    parts.append(Part(label, moments, f"{trained} × {how}{share}", state_away))
+    parts.append(MemoryItem(label, moments, f"{trained} × {how}{share}", state_away))
     passing, passing_parts = _pass(engine, size, device)
     parts += passing_parts
     between = (0 if weights_away else weights) + (0 if state_away else masters + moments)
@@ -233,7 +233,7 @@ def _gathered(engine: RoleEngine, size: ModelSize) -> tuple[int, int, str]:
     return (root.all + 2 * block.all) * size.itemsize, (root.trained + block.trained) * reduce, how
 
 
-def _pass(engine: RoleEngine, size: ModelSize, device: str) -> tuple[int, list[Part]]:
+def _pass(engine: RoleEngine, size: ModelSize, device: str) -> tuple[int, list[MemoryItem]]:
     """Estimate what the heaviest micro-batch leaves on the device: activations and one chunk of logits."""
     sequence = engine.layout.cp
     tensor = engine.layout.tp
@@ -260,12 +260,12 @@ def _pass(engine: RoleEngine, size: ModelSize, device: str) -> tuple[int, list[P
     # logits, log-probs and their gradient
     logits = 3 * min(chunk, whole) + min(KEPT_BYTES, whole)
     limits = f"three chunks of at most {chunk // 2**20} MiB, and at most {KEPT_BYTES // 2**20} MiB kept"
-    parts = [Part("logits", logits, limits)]
+    parts = [MemoryItem("logits", logits, limits)]
     if model.enable_activation_offload and is_accelerator(device):
-        moved = Part("activations of a micro-batch", kept, how, on_host=True)
-        here = Part("activations of the layer at work", layer, f"{shared} × ({one_layer})")
+        moved = MemoryItem("activations of a micro-batch", kept, how, on_host=True)
+        here = MemoryItem("activations of the layer at work", layer, f"{shared} × ({one_layer})")
         return layer + logits, [moved, here, *parts]
-    return kept + one + logits, [Part("activations of a micro-batch", kept + one, how), *parts]
+    return kept + one + logits, [MemoryItem("activations of a micro-batch", kept + one, how), *parts]
 
 
 def generation_needs(size: ModelSize, replica: PlannedReplica, *, alone: bool, devices: int) -> Needs:
@@ -280,7 +280,7 @@ def generation_needs(size: ModelSize, replica: PlannedReplica, *, alone: bool, d
         f"{rows} rows × {slot:,} tokens × (2 × {size.num_layers} layers + 1 spare) × {heads} × "
         f"{size.head_dim} × {size.itemsize} bytes"
     )
-    cache_part = Part("KV cache, at most", cache, how)
+    cache_part = MemoryItem("KV cache, at most", cache, how)
     source = ""  # of weights beside the actor's
     if alone:
         source = "it is sent the actor's"
@@ -294,7 +294,7 @@ def generation_needs(size: ModelSize, replica: PlannedReplica, *, alone: bool, d
         if weights:
             cut = f", layers / {tensor}" if tensor > 1 else ""
             how = f"{size.whole.all:,} parameters × {size.itemsize} bytes{cut}: {source}"
-            parts.insert(0, Part("weights", weights, how))
+            parts.insert(0, MemoryItem("weights", weights, how))
         return Needs(parts, between, weights - between + cache)
     # rounded copies are made from the whole weights
     outside = size.root.all
@@ -302,14 +302,14 @@ def generation_needs(size: ModelSize, replica: PlannedReplica, *, alone: bool, d
     copies = (whole - outside) * itemsize
     of_each = "1 byte" if itemsize == 1 else f"{itemsize} bytes"
     how = f"{whole - outside:,} parameters of layers × {of_each}, rounded to {kind}"
-    parts = [Part("rounded weights", copies, how)]
+    parts = [MemoryItem("rounded weights", copies, how)]
     rest = 0
     if source:
         rest = outside * size.itemsize
         how = f"{outside:,} parameters of embeddings, head and tower × {size.itemsize} bytes: {source}"
-        parts.append(Part("weights that stay whole", rest, how))
+        parts.append(MemoryItem("weights that stay whole", rest, how))
         how = f"{whole:,} parameters × {size.itemsize} bytes, from which copies are made"
-        parts.append(Part("whole weights", weights, how, on_host=alone))
+        parts.append(MemoryItem("whole weights", weights, how, on_host=alone))
     return Needs([*parts, cache_part], 0, copies + max(weights - between, rest + cache))
 
 

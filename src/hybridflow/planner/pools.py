@@ -1,6 +1,6 @@
 """One set of roles on common devices: the layout of each that fits into memory and takes the least time.
 
-resolved PPOConfig, config.json of its models ──job_of──► Job
+resolved PPOConfig, config.json of its models ──job_of──► StepWork
 roles, devices ──PoolPlanner.plan──► PoolPlan: engine of each role, bytes of each phase, seconds of each call
 """
 
@@ -25,7 +25,7 @@ from hybridflow.config.needs import (
     rows_per_prompt,
 )
 from hybridflow.distributed.layout import ParallelLayout
-from hybridflow.planner.costs import Costs, Lengths, Rows
+from hybridflow.planner.costs import Costs, Lengths, StepRows
 from hybridflow.planner.hardware import CPU, sizes_of_pools
 from hybridflow.planner.memory import (
     Needs,
@@ -65,14 +65,14 @@ class Option(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Job:
+class StepWork:
     """A step of a run, whatever devices compute it."""
 
     config: PPOConfig
     shapes: dict[str, ModelShape]
     """The model of each role: actor, and those of reference, critic and reward_model that the run has."""
-    generated: Rows
-    trained: Rows
+    generated: StepRows
+    trained: StepRows
     rewarding: float = 0.0
     """Seconds in which the reward processes score all responses; they begin with the first one."""
 
@@ -102,18 +102,18 @@ def job_of(
     prompt: float,
     response: float,
     reward_seconds: float = 0.0,
-) -> Job:
+) -> StepWork:
     """Return the job of a resolved configuration with these mean numbers of tokens in prompts and responses,
     and these seconds of the reward for a response. `load` is that of `shapes_of`.
     """
     rows = config.data.train_batch_size * rows_per_prompt(config)
     lengths = Lengths(response, config.data.max_response_length)
     each = responses_per_prompt(config)
-    return Job(
+    return StepWork(
         config,
         shapes_of(config, load),
-        generated=Rows(generation_batch(config) * each, prompt, lengths, each),
-        trained=Rows(rows, prompt, lengths),
+        generated=StepRows(generation_batch(config) * each, prompt, lengths, each),
+        trained=StepRows(rows, prompt, lengths),
         rewarding=rows * reward_seconds / max(config.reward.num_workers, 1),
     )
 
@@ -121,7 +121,7 @@ def job_of(
 class PoolPlanner:
     """Plans sets of roles of one job; each set and number of devices is planned once."""
 
-    def __init__(self, job: Job, costs: Costs) -> None:
+    def __init__(self, job: StepWork, costs: Costs) -> None:
         self.job = job
         self.costs = costs
         self.plan = cache(self._plan)

@@ -13,7 +13,7 @@ from functools import cached_property
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.layout import ROLE_KEYS
 from hybridflow.config.model import FSDPConfig
-from hybridflow.planner.costs import Costs, Rows
+from hybridflow.planner.costs import Costs, StepRows
 from hybridflow.planner.hardware import Cluster
 from hybridflow.planner.memory import Needs, PlannedReplica, RoleEngine, engine_needs, generation_needs
 from hybridflow.planner.model_shape import ModelShape
@@ -111,7 +111,7 @@ class RunPlan:
         """Devices that generate."""
         return sum(pool.devices for pool in self.pools_of("rollout"))
 
-    def predict(self, rows: Rows, shapes: Mapping[str, ModelShape], costs: Costs) -> dict[str, float]:
+    def predict(self, rows: StepRows, shapes: Mapping[str, ModelShape], costs: Costs) -> dict[str, float]:
         """Return the seconds of each phase of a step with these rows. `shapes` are by role."""
         config = self.config
         assert isinstance(config, PPOConfig), "phases are those of a step that generates"
@@ -186,7 +186,7 @@ def _layout(role: str, fsdp: FSDPConfig) -> Iterator[str]:
 
 
 def calls_of(
-    config: PPOConfig, role: str, engine: RoleEngine, shape: ModelShape, rows: Rows, costs: Costs
+    config: PPOConfig, role: str, engine: RoleEngine, shape: ModelShape, rows: StepRows, costs: Costs
 ) -> dict[str, float]:
     """Return the seconds of a role's calls in a step, named as their `timing_s/` metrics."""
     seconds = {}

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from hybridflow.planner.costs import Costs
 from hybridflow.planner.hardware import MOST_DEVICES, Cluster, sizes_of_pools
-from hybridflow.planner.pools import Job, PoolPlanner
+from hybridflow.planner.pools import PoolPlanner, StepWork
 from hybridflow.planner.run_plan import REFILLING, PoolPlan, RunPlan
 
 GENERATING = "gen"
@@ -40,10 +40,10 @@ class Found(NamedTuple):
 
 
 @dataclass
-class Search:
+class PlacementSearch:
     """A search over placements, devices and layouts for one job."""
 
-    job: Job
+    job: StepWork
     costs: Costs
     schedules: Sequence[str] = ("sync", "one_step_off", "fully_async", "colocated_async")
 
@@ -108,7 +108,7 @@ class Search:
         return phases, generating + training + phases[SYNCING]
 
 
-def enough_devices(job: Job, costs: Costs) -> int | None:
+def enough_devices(job: StepWork, costs: Costs) -> int | None:
     """Return a number of devices, found by doubling, that all roles fit on together; None if none is."""
     devices = 2 * costs.cluster.devices
     while devices <= MOST_DEVICES:

@@ -116,7 +116,7 @@ class DriverEnd:
 def dumps(value: Any) -> bytes:
     """Pickle a value; whatever its own code raises comes out, and PicklingError where it is too large."""
     written = io.BytesIO()
-    _Pickler(written, pickle.HIGHEST_PROTOCOL).dump(value)
+    _ChannelPickler(written, pickle.HIGHEST_PROTOCOL).dump(value)
     if written.tell() > MAX_BYTES:
         raise pickle.PicklingError(
             f"a {type(value).__name__} of {written.tell()} bytes: at most {MAX_BYTES} go between processes"
@@ -124,7 +124,7 @@ def dumps(value: Any) -> bytes:
     return written.getvalue()
 
 
-class _Pickler(pickle.Pickler):
+class _ChannelPickler(pickle.Pickler):
     def reducer_override(self, value: Any) -> Any:
         if hasattr(type(value), "__del__") or isinstance(value, weakref.finalize):
             raise pickle.PicklingError(f"a {type(value).__name__} ends something when it is deleted")

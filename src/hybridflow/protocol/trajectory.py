@@ -1,6 +1,6 @@
 """The history of a sample, from prompt to reward: calls to the policy, and the rows that follow from them.
 
-    Call, Call, … ──rows_of──► Lineage, … ──► Trajectory ──collate──► rows of a DataProto
+    PolicyCall, PolicyCall, … ──rows_of──► Lineage, … ──► Trajectory ──collate──► rows of a DataProto
 
 An agent makes calls and nothing else; `rows_of` alone decides which of them share a row. A sampled token is
 never tokenised again: it stays the id that was sampled, with its log-prob and the version of its weights.
@@ -42,7 +42,7 @@ class Sampled(Protocol):
 
 
 @dataclass(frozen=True)
-class Call:
+class PolicyCall:
     """One request to the policy and its output."""
 
     prompt: Prompt
@@ -156,7 +156,7 @@ class Trajectory:
         return tuple(chain.from_iterable(segment.token_ids for segment in segments))
 
 
-def rows_of(calls: Iterable[Call]) -> tuple[Lineage, ...]:
+def rows_of(calls: Iterable[PolicyCall]) -> tuple[Lineage, ...]:
     """Return the rows that follow from the calls of one trajectory, in the order of their first calls.
 
     The extension property decides: a call goes on with a row where its prompt begins with exactly all ids of
@@ -166,7 +166,7 @@ def rows_of(calls: Iterable[Call]) -> tuple[Lineage, ...]:
     sampled tokens, or one that was not accepted, gives nothing. Every other sampled token is in exactly one
     sampled segment.
     """
-    rows: list[_Row] = []
+    rows: list[_GrowingRow] = []
     used = [call for call in calls if call.accepted and call.output.token_ids]
     for number, call in enumerate(used):
         extended = [row for row in rows if row.begins(call.prompt)]
@@ -174,13 +174,13 @@ def rows_of(calls: Iterable[Call]) -> tuple[Lineage, ...]:
             row = max(extended, key=lambda each: (len(each.units), each.newest_call))
             row.give(call.prompt.token_ids[len(row.units) :])
         else:
-            row = _Row(call.prompt)
+            row = _GrowingRow(call.prompt)
             rows.append(row)
         row.sample(call.output, number)
     return tuple(Lineage(row.prompt, tuple(row.segments), row.routes) for row in rows)
 
 
-class _Row:
+class _GrowingRow:
     """A row that grows with the calls."""
 
     def __init__(self, prompt: Prompt) -> None:

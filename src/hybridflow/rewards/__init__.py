@@ -13,6 +13,6 @@ a run.
 """
 
 from hybridflow.rewards.manager import RewardManager, ScoredBatch
-from hybridflow.rewards.result import Outcome, ScoreRequest
+from hybridflow.rewards.result import ScoreRequest, ScoringOutcome
 
-__all__ = ["Outcome", "RewardManager", "ScoreRequest", "ScoredBatch"]
+__all__ = ["RewardManager", "ScoreRequest", "ScoredBatch", "ScoringOutcome"]

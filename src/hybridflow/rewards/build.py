@@ -34,7 +34,7 @@ from hybridflow.rewards.call import call, call_async
 from hybridflow.rewards.compose import describe, resolve
 from hybridflow.rewards.function import RewardFunction
 from hybridflow.rewards.manager import RewardManager
-from hybridflow.rewards.result import OpenScoring, Outcome, Scorer, ScoreRequest
+from hybridflow.rewards.result import OpenScoring, Scorer, ScoreRequest, ScoringOutcome
 
 logger = logging.getLogger(__name__)
 NUM_CONCURRENT = 32
@@ -50,7 +50,7 @@ class CachedScorer:
     def __init__(self, scorer: Scorer, size: int) -> None:
         self._scorer = scorer
         self._size = size
-        self._kept: OrderedDict[bytes, Outcome] = OrderedDict()
+        self._kept: OrderedDict[bytes, ScoringOutcome] = OrderedDict()
 
     def open(self) -> OpenScoring:
         return _CachedScoring(self._scorer.open(), self)
@@ -58,13 +58,13 @@ class CachedScorer:
     def close(self) -> None:
         self._scorer.close()
 
-    def find(self, key: bytes) -> Outcome | None:
+    def find(self, key: bytes) -> ScoringOutcome | None:
         """Return a kept outcome, which now is the newest one."""
         if key in self._kept:
             self._kept.move_to_end(key)
         return self._kept.get(key)
 
-    def keep(self, key: bytes, outcome: Outcome) -> None:
+    def keep(self, key: bytes, outcome: ScoringOutcome) -> None:
         """Keep an outcome, and forget the oldest one where there are too many."""
         if not outcome.error:
             self._kept[key] = replace(outcome, seconds=0.0, tries=0)
@@ -80,7 +80,7 @@ class _CachedScoring:
         """Of each request."""
         self._begun: dict[bytes, None] = {}
         """Keys of the requests that the scorer has."""
-        self._known: dict[bytes, Outcome] = {}
+        self._known: dict[bytes, ScoringOutcome] = {}
 
     def add(self, request: ScoreRequest) -> None:
         try:
@@ -96,7 +96,7 @@ class _CachedScoring:
                 self._inner.add(request)
         self._keys.append(key)
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[ScoringOutcome]:
         scored = dict(zip(self._begun, self._inner.outcomes(), strict=True))
         for key, outcome in scored.items():
             self._cache.keep(key, outcome)
@@ -173,7 +173,7 @@ class _Collected:
     def add(self, request: ScoreRequest) -> None:
         self._requests.append(request)
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[ScoringOutcome]:
         scorer = self._scorer
         if scorer.function.is_async:
             # in a thread: the caller may itself run inside an event loop, where asyncio.run is refused
@@ -185,10 +185,10 @@ class _Collected:
         with scorer.guard.scoring():
             return [call(scorer.function, request) for request in self._requests]
 
-    async def _score_async(self) -> list[Outcome]:
+    async def _score_async(self) -> list[ScoringOutcome]:
         slots = asyncio.Semaphore(NUM_CONCURRENT)
 
-        async def one(request: ScoreRequest) -> Outcome:
+        async def one(request: ScoreRequest) -> ScoringOutcome:
             async with slots:
                 return await call_async(self._scorer.function, request, self._scorer.timeout)
 

@@ -26,7 +26,7 @@ from hybridflow.errors import HybridFlowError, RewardError
 from hybridflow.processes.errors import CallRaised
 from hybridflow.rewards.compose import BATCH, resolve
 from hybridflow.rewards.function import RewardFunction
-from hybridflow.rewards.result import Outcome, ScoreRequest, normalize_result, token_scores_of
+from hybridflow.rewards.result import ScoreRequest, ScoringOutcome, normalize_result, token_scores_of
 from hybridflow.sandbox.own_limits import OwnLimits
 
 Manager = Callable[[list[dict[str, Any]]], Any]
@@ -41,7 +41,7 @@ POLL_SECONDS = 0.05
 """Seconds after which `poll` returns also where no request is done, so that new ones can join."""
 
 
-def call(function: RewardFunction, request: ScoreRequest) -> Outcome:
+def call(function: RewardFunction, request: ScoreRequest) -> ScoringOutcome:
     """Score one request; where the function gives a coroutine, it is run to its end."""
     started = time.perf_counter()
     try:
@@ -55,7 +55,7 @@ def call(function: RewardFunction, request: ScoreRequest) -> Outcome:
         return failure(error, time.perf_counter() - started)
 
 
-async def call_async(function: RewardFunction, request: ScoreRequest, timeout: float) -> Outcome:
+async def call_async(function: RewardFunction, request: ScoreRequest, timeout: float) -> ScoringOutcome:
     """Score one request by an async function, cancelled after `timeout` seconds."""
     started = time.perf_counter()
     deadline = asyncio.timeout(timeout)
@@ -70,7 +70,7 @@ async def call_async(function: RewardFunction, request: ScoreRequest, timeout: f
         if not deadline.expired():
             return failure(error, seconds)
         detail = f"the reward function ran past reward.timeout={timeout:g} seconds"
-        return Outcome(error="timeout", detail=detail, seconds=seconds)
+        return ScoringOutcome(error="timeout", detail=detail, seconds=seconds)
 
 
 def load_manager(config: RewardConfig, function: RewardFunction) -> Manager | None:
@@ -94,7 +94,7 @@ def load_manager(config: RewardConfig, function: RewardFunction) -> Manager | No
 
 def call_manager(
     manager: Manager, function: RewardFunction, requests: Sequence[ScoreRequest]
-) -> list[Outcome]:
+) -> list[ScoringOutcome]:
     """Score all requests; where the manager fails, each has its error."""
     started = time.perf_counter()
     try:
@@ -120,16 +120,16 @@ def call_manager(
     return outcomes
 
 
-def failure(error: BaseException, seconds: float) -> Outcome:
+def failure(error: BaseException, seconds: float) -> ScoringOutcome:
     """Return the outcome of a sample whose function raised; errors that are not ours keep their traceback."""
     if isinstance(error, HybridFlowError):
         detail = str(error)
     else:
         detail = CallRaised.by(error).traceback_text
-    return Outcome(error=type(error).__name__, detail=detail, seconds=seconds)
+    return ScoringOutcome(error=type(error).__name__, detail=detail, seconds=seconds)
 
 
-def outcome_of(result: Any, request: ScoreRequest, started: float) -> Outcome:
+def outcome_of(result: Any, request: ScoreRequest, started: float) -> ScoringOutcome:
     """Return the outcome of a result. Raises RewardError if it is none that a reward function may return."""
     token_scores = token_scores_of(result, len(request.response_ids))
     if token_scores:
@@ -138,7 +138,7 @@ def outcome_of(result: Any, request: ScoreRequest, started: float) -> Outcome:
             whole = dict(result)
         result = {**whole, "score": math.fsum(token_scores)}
     score, extras = normalize_result(result)
-    return Outcome(score, extras, seconds=time.perf_counter() - started, token_scores=token_scores)
+    return ScoringOutcome(score, extras, seconds=time.perf_counter() - started, token_scores=token_scores)
 
 
 class LoadedReward:
@@ -159,7 +159,7 @@ class LoadedReward:
             self._limits = OwnLimits(
                 memory_mb=config.memory_limit_mb, processes=MAX_PROCESSES, output_kb=MAX_OUTPUT_KB
             )
-        self._tasks: dict[int, asyncio.Task[Outcome]] = {}
+        self._tasks: dict[int, asyncio.Task[ScoringOutcome]] = {}
 
     def __reduce__(self) -> tuple[object, tuple[bytes]]:
         return load, (self._setup,)
@@ -172,7 +172,7 @@ class LoadedReward:
             return "async"
         return "sync"
 
-    def score(self, payloads: Sequence[bytes]) -> list[Outcome] | Awaitable[list[Outcome]]:
+    def score(self, payloads: Sequence[bytes]) -> list[ScoringOutcome] | Awaitable[list[ScoringOutcome]]:
         """Score one request, or have the manager score all, and no other beside them."""
         for task in self._tasks.values():
             task.cancel()
@@ -185,9 +185,11 @@ class LoadedReward:
             scored = iter(call_manager(self._manager, self._function, readable))
         else:
             scored = iter([call(self._function, request) for request in readable])
-        return [request if isinstance(request, Outcome) else _bounded(next(scored)) for request in requests]
+        return [
+            request if isinstance(request, ScoringOutcome) else _bounded(next(scored)) for request in requests
+        ]
 
-    async def poll(self, new: Mapping[int, bytes], known: Sequence[int]) -> dict[int, Outcome]:
+    async def poll(self, new: Mapping[int, bytes], known: Sequence[int]) -> dict[int, ScoringOutcome]:
         """Start new requests; return the outcomes, by ticket, that are ready after a short wait.
 
         `known` has all tickets, at least one; other requests are cancelled. Raises LookupError if a process
@@ -203,21 +205,21 @@ class LoadedReward:
         done = [ticket for ticket, task in self._tasks.items() if task.done()]
         return {ticket: self._tasks.pop(ticket).result() for ticket in done}
 
-    async def _score_all_async(self, payloads: Sequence[bytes]) -> list[Outcome]:
+    async def _score_all_async(self, payloads: Sequence[bytes]) -> list[ScoringOutcome]:
         return [await self._score_async(payload) for payload in payloads]
 
-    async def _score_async(self, payload: bytes) -> Outcome:
+    async def _score_async(self, payload: bytes) -> ScoringOutcome:
         request = self._begun(payload)
-        if isinstance(request, Outcome):
+        if isinstance(request, ScoringOutcome):
             return request
         return _bounded(await call_async(self._function, request, self._timeout))
 
-    def _begun(self, payload: bytes) -> ScoreRequest | Outcome:
+    def _begun(self, payload: bytes) -> ScoreRequest | ScoringOutcome:
         """Return the request, or the error of one that this process cannot read."""
         if self._limits is not None:
             self._limits.allow_output()
         try:
-            request: ScoreRequest | Outcome = pickle.loads(payload)
+            request: ScoreRequest | ScoringOutcome = pickle.loads(payload)
         except Exception as error:  # a ground truth of a class that this process cannot import
             return failure(error, 0.0)
         return request
@@ -229,7 +231,7 @@ def load(setup: bytes) -> LoadedReward:
     return LoadedReward(setup)
 
 
-def _bounded(outcome: Outcome) -> Outcome:
+def _bounded(outcome: ScoringOutcome) -> ScoringOutcome:
     """Return the outcome, or the error of one that is too large to be sent."""
     length = len(pickle.dumps(outcome))
     if length <= MAX_ANSWER:
@@ -240,4 +242,4 @@ def _bounded(outcome: Outcome) -> Outcome:
         f"the reward function returned {length:,} bytes of values, most of them under {largest!r}; wanted at "
         f"most {MAX_ANSWER:,}: return less"
     )
-    return Outcome(error="RewardError", detail=detail, seconds=outcome.seconds)
+    return ScoringOutcome(error="RewardError", detail=detail, seconds=outcome.seconds)

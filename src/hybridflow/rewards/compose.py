@@ -33,7 +33,7 @@ from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.function import ROW, UNKNOWN, RewardFunction
 from hybridflow.rewards.load import is_path, load_builtin, load_user_function, split_path
 from hybridflow.rewards.result import normalize_result
-from hybridflow.rewards.run_programs import Runner, build_runner
+from hybridflow.rewards.run_programs import ProgramRunner, build_runner
 
 BATCH = "batch"
 """The `reward.manager` that calls the function with lists."""
@@ -114,7 +114,7 @@ def model_term(terms: Sequence[dict[str, Any]]) -> Term:
     return _term(term, key, "reward_model_score", None)
 
 
-def load_terms(terms: Sequence[dict[str, Any]], seed: int, runner: Runner) -> list[Term]:
+def load_terms(terms: Sequence[dict[str, Any]], seed: int, runner: ProgramRunner) -> list[Term]:
     """Load the functions of `reward.terms`. Raises ConfigError for a term without a name, or a weight that is
     no number.
     """

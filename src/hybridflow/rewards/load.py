@@ -44,7 +44,7 @@ from hybridflow.rewards.functions import (
     reasoning_gym,
     search_r1,
 )
-from hybridflow.rewards.run_programs import Runner
+from hybridflow.rewards.run_programs import ProgramRunner
 
 _STANDARD = (*CALLED_WITH, MESSAGES, "runner")
 
@@ -159,7 +159,7 @@ def check_options(name: str, options: Mapping[str, Any], *, key: str) -> None:
 
 
 def load_builtin(
-    name: str, options: Mapping[str, Any], seed: int, runner: Runner, *, key: str
+    name: str, options: Mapping[str, Any], seed: int, runner: ProgramRunner, *, key: str
 ) -> RewardFunction:
     """Load a built-in function and bind its options, and what runs programs.
 
@@ -181,7 +181,7 @@ def load_builtin(
     return RewardFunction.of(built_in.module.compute_score, options)
 
 
-def _load_auto(options: Mapping[str, Any], runner: Runner) -> RewardFunction:
+def _load_auto(options: Mapping[str, Any], runner: ProgramRunner) -> RewardFunction:
     """Load the function that scores each row by the built-in one that fits its data source.
 
     It raises RewardError where there is none. Each built-in one gets those of the options that it has.

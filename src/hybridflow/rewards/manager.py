@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from hybridflow.errors import RewardError
-from hybridflow.rewards.result import OpenScoring, Outcome, Scorer, ScoreRequest
+from hybridflow.rewards.result import OpenScoring, Scorer, ScoreRequest, ScoringOutcome
 
 logger = logging.getLogger(__name__)
 
@@ -71,14 +71,16 @@ class RewardManager:
         """Open a session for rows that come one by one."""
         return RewardSession(self, self._scorer.open())
 
-    def outcomes(self, rows: Sequence[ScoreRequest]) -> list[Outcome]:
+    def outcomes(self, rows: Sequence[ScoreRequest]) -> list[ScoringOutcome]:
         """Score the rows and return each outcome, before `reward.on_error` is applied."""
         with self.open() as session:
             for place, row in enumerate(rows):
                 session.add(place, row)
             return session.outcomes()
 
-    def judge(self, rows: Sequence[ScoreRequest], outcomes: Sequence[Outcome], seconds: float) -> ScoredBatch:
+    def judge(
+        self, rows: Sequence[ScoreRequest], outcomes: Sequence[ScoringOutcome], seconds: float
+    ) -> ScoredBatch:
         """Apply `reward.on_error` to the outcomes of the rows, after `seconds` of waiting for them.
 
         Raises RewardError for the first row whose reward failed, if `reward.on_error` is raise.
@@ -112,7 +114,7 @@ class RewardManager:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _report(self, position: int, row: ScoreRequest, outcome: Outcome) -> str:
+    def _report(self, position: int, row: ScoreRequest, outcome: ScoringOutcome) -> str:
         which = f"row {position} of the batch"
         if isinstance(row.extra_info, dict) and row.extra_info.get("index") is not None:
             which += f", index {row.extra_info['index']}"
@@ -121,7 +123,7 @@ class RewardManager:
             f"({outcome.error}):\n{outcome.detail}"
         )
 
-    def _refusal(self, report: str, outcome: Outcome, response: str) -> str:
+    def _refusal(self, report: str, outcome: ScoringOutcome, response: str) -> str:
         longer = ""
         if outcome.error == "timeout":
             longer = "raise reward.timeout; "
@@ -165,7 +167,7 @@ class RewardSession:
         self._rows.append(row)
         self._scoring.add(row)
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[ScoringOutcome]:
         """Wait for all outcomes; return them in the order of the rows' places."""
         found = self._scoring.outcomes()
         return [found[number] for number in self._order()]
@@ -193,7 +195,7 @@ class RewardSession:
         self._scoring.close()
 
 
-def _columns(outcomes: Sequence[Outcome], zero_failed: bool) -> dict[str, list[Any]]:
+def _columns(outcomes: Sequence[ScoringOutcome], zero_failed: bool) -> dict[str, list[Any]]:
     names = list(dict.fromkeys(name for outcome in outcomes for name in outcome.extras))
     columns: dict[str, list[Any]] = {}
     for name in names:
@@ -209,7 +211,7 @@ def _columns(outcomes: Sequence[Outcome], zero_failed: bool) -> dict[str, list[A
     return columns
 
 
-def _metrics(outcomes: Sequence[Outcome], seconds: float) -> dict[str, float]:
+def _metrics(outcomes: Sequence[ScoringOutcome], seconds: float) -> dict[str, float]:
     by_type = Counter(outcome.error for outcome in outcomes if outcome.error)
     tries = {
         "reward/num_retries": float(sum(max(0, outcome.tries - 1) for outcome in outcomes)),

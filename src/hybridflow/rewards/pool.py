@@ -29,7 +29,7 @@ from hybridflow.processes.errors import CallFailed, CallRaised, CallTooLong, Pro
 from hybridflow.processes.hosts import START_TIMEOUT, Hosted, Hosts
 from hybridflow.rewards.call import Mode, failure
 from hybridflow.rewards.compose import describe
-from hybridflow.rewards.result import OpenScoring, Outcome, ScoreRequest
+from hybridflow.rewards.result import OpenScoring, ScoreRequest, ScoringOutcome
 
 UNLIMITED = 1 << 30
 
@@ -81,10 +81,10 @@ class _Flight:
     """A sample of an async function, and where its outcome goes."""
 
     payload: bytes
-    outcome: asyncio.Future[Outcome]
+    outcome: asyncio.Future[ScoringOutcome]
     started: float = field(default_factory=time.monotonic)
 
-    def settle(self, outcome: Outcome) -> None:
+    def settle(self, outcome: ScoringOutcome) -> None:
         if not self.outcome.done():
             self.outcome.set_result(outcome)
 
@@ -129,7 +129,7 @@ class RewardPool:
         """Whether a manager scores all requests in one call."""
         return self._mode == "batch"
 
-    def submit(self, requests: Sequence[ScoreRequest]) -> futures.Future[list[Outcome]]:
+    def submit(self, requests: Sequence[ScoreRequest]) -> futures.Future[list[ScoringOutcome]]:
         """Submit a request, or all where a manager scores; cancelling the future ends its scoring."""
         return self._submit(self._score(requests))
 
@@ -181,9 +181,9 @@ class RewardPool:
             f"{self._function} could not be loaded by a reward worker:\n{error.traceback_text}"
         )
 
-    async def _score(self, requests: Sequence[ScoreRequest]) -> list[Outcome]:
+    async def _score(self, requests: Sequence[ScoreRequest]) -> list[ScoringOutcome]:
         """Score those of the requests that can be sent; the others are errors of their rows."""
-        payloads: list[bytes | Outcome] = []
+        payloads: list[bytes | ScoringOutcome] = []
         for request in requests:
             try:
                 payloads.append(dumps(request))
@@ -191,9 +191,9 @@ class RewardPool:
                 payloads.append(failure(error, 0.0))
         sent = [payload for payload in payloads if isinstance(payload, bytes)]
         scored = iter(await self._tried(sent) if sent else ())
-        return [payload if isinstance(payload, Outcome) else next(scored) for payload in payloads]
+        return [payload if isinstance(payload, ScoringOutcome) else next(scored) for payload in payloads]
 
-    async def _tried(self, payloads: Sequence[bytes]) -> list[Outcome]:
+    async def _tried(self, payloads: Sequence[bytes]) -> list[ScoringOutcome]:
         """Score requests, and try again for as often as may be where that fails."""
         number = 0
         while True:
@@ -205,7 +205,7 @@ class RewardPool:
             pause = min(LONGEST_PAUSE, 2.0 ** (number - 1))
             await asyncio.sleep(pause * self._jitter.uniform(0.5, 1.5))
 
-    async def _try(self, payloads: Sequence[bytes]) -> list[Outcome]:
+    async def _try(self, payloads: Sequence[bytes]) -> list[ScoringOutcome]:
         if self._mode == "async":
             (payload,) = payloads
             flight = _Flight(payload, asyncio.get_running_loop().create_future())
@@ -217,28 +217,28 @@ class RewardPool:
         finally:
             self._free.put_nowait(worker)
 
-    async def _alone(self, worker: Hosted, payloads: Sequence[bytes]) -> list[Outcome]:
+    async def _alone(self, worker: Hosted, payloads: Sequence[bytes]) -> list[ScoringOutcome]:
         """Score one sample in a worker, or those of a manager; any failure is attributed to them."""
         started = time.monotonic()
         deadline_s = self._timeout
         if self._mode == "async":
             deadline_s += ASYNC_GRACE
         try:
-            outcomes: list[Outcome] = await worker.call("score", payloads, deadline_s=deadline_s)
+            outcomes: list[ScoringOutcome] = await worker.call("score", payloads, deadline_s=deadline_s)
         except CallFailed as error:
             return [self._blamed(error, time.monotonic() - started)] * len(payloads)
         except Exception as error:  # all together are too large
             return [failure(error, 0.0)] * len(payloads)
         return outcomes
 
-    def _blamed(self, error: CallFailed, seconds: float) -> Outcome:
+    def _blamed(self, error: CallFailed, seconds: float) -> ScoringOutcome:
         if isinstance(error, CallTooLong):
             detail = f"{error} (reward.timeout={self._timeout:g} seconds)"
-            return Outcome(error="timeout", detail=detail, seconds=seconds)
+            return ScoringOutcome(error="timeout", detail=detail, seconds=seconds)
         if isinstance(error, ProcessLost):
-            return Outcome(error="died", detail=str(error), seconds=seconds)
+            return ScoringOutcome(error="died", detail=str(error), seconds=seconds)
         assert isinstance(error, CallRaised)
-        return Outcome(error=error.type_name, detail=error.traceback_text, seconds=seconds)
+        return ScoringOutcome(error=error.type_name, detail=error.traceback_text, seconds=seconds)
 
     async def _serve(self, worker: Hosted) -> None:
         """Keep up to ASYNC_SLOTS samples running in a worker."""
@@ -286,7 +286,7 @@ class _PoolScoring:
 
     def __init__(self, pool: RewardPool) -> None:
         self._pool = pool
-        self._futures: list[futures.Future[list[Outcome]]] = []
+        self._futures: list[futures.Future[list[ScoringOutcome]]] = []
         self._collected: list[ScoreRequest] = []
 
     def add(self, request: ScoreRequest) -> None:
@@ -295,7 +295,7 @@ class _PoolScoring:
         else:
             self._futures.append(self._pool.submit([request]))
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[ScoringOutcome]:
         if self._collected:
             self._futures.append(self._pool.submit(self._collected))
             self._collected = []

@@ -56,7 +56,7 @@ class ScoreRequest:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class ScoringOutcome:
     """The outcome of one request: a score, or the kind of error with its text."""
 
     score: float = 0.0
@@ -80,7 +80,7 @@ class OpenScoring(Protocol):
     def add(self, request: ScoreRequest) -> None:
         """Submit one more request."""
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[ScoringOutcome]:
         """Wait for all outcomes; return them in the order in which the requests came."""
 
     def close(self) -> None:

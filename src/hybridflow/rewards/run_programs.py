@@ -17,7 +17,7 @@ from hybridflow.config.reward import RewardConfig, SandboxConfig, SandboxFusionC
 from hybridflow.rewards.apart.programs import Program, together
 from hybridflow.sandbox.sandbox import Sandbox
 from hybridflow.sandbox.verdict import Limits, Status, Verdict
-from hybridflow.tools.http_post import Limit, post
+from hybridflow.tools.http_post import OpenRequests, post
 
 NOT_RUN: Status = "timed_out"
 """Status of programs for which no time was left."""
@@ -29,7 +29,7 @@ SHARE_OF_TIMEOUT = 0.7
 """Share of `reward.timeout` that the programs of a response may take; the rest is for all else."""
 
 
-class Runner(Protocol):
+class ProgramRunner(Protocol):
     """Runs the programs of one response."""
 
     def prepare(self) -> None:
@@ -98,7 +98,7 @@ class RemoteRunner:
         self._seconds = seconds
         self._budget_s = budget_s
         self._memory_limit_mb = config.memory_limit_mb
-        self._limit = Limit(num_parallel)
+        self._limit = OpenRequests(num_parallel)
 
     def prepare(self) -> None:
         """Do nothing: the service is there, or each response says that it is not."""

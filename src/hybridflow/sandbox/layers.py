@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Layer:
+class IsolationLayer:
     """One layer, and what a program can do where it is missing."""
 
     what: str
@@ -16,32 +16,32 @@ class Layer:
 
 
 LAYERS = {
-    "private_root": Layer(
+    "private_root": IsolationLayer(
         "a root folder with the interpreter and its libraries only, read-only",
         "a program may read and write this user's files, where Landlock does not keep it from them",
         needed=True,
     ),
-    "namespaces": Layer(
+    "namespaces": IsolationLayer(
         "its own processes, network (none), shared memory, host name and users",
         "a program sees other processes, may send signals to those of its user, and may leave some behind",
         needed=True,
     ),
-    "other_uid": Layer(
+    "other_uid": IsolationLayer(
         "a user id that nobody has",
         "a program has the id of this user",
         needed=False,
     ),
-    "landlock": Layer(
+    "landlock": IsolationLayer(
         "rules on files, TCP and signals that a process cannot take back",
         "the private root alone keeps a program from files",
         needed=False,
     ),
-    "seccomp": Layer(
+    "seccomp": IsolationLayer(
         "system calls that no program needs fail: tracing, mounting, io_uring, sockets that are not local",
         "a program may use all of the kernel's system calls, with their faults",
         needed=True,
     ),
-    "cgroup": Layer(
+    "cgroup": IsolationLayer(
         "the kernel's caps on memory and processes",
         "rlimits of each process hold them, and a watchdog that looks 50 times a second",
         needed=False,

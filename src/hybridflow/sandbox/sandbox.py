@@ -75,7 +75,7 @@ class Sandbox:
         self.limits = limits_of(self.config)
         self._with_cgroup = cgroup
         self._lock = threading.Lock()
-        self._worker: _Worker | None = None
+        self._worker: _ForkServer | None = None
 
     def run(
         self,
@@ -134,7 +134,7 @@ class Sandbox:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def _started(self) -> _Worker:
+    def _started(self) -> _ForkServer:
         if self._worker is None:
             worker = _start(self.limits, cgroup=self._with_cgroup)
             try:
@@ -186,7 +186,7 @@ class SandboxPool:
         self.close()
 
 
-class _Worker:
+class _ForkServer:
     """A fork server that runs, and the socket to it."""
 
     def __init__(self, limits: Limits, *, private: bool, cgroup: bool) -> None:
@@ -303,15 +303,15 @@ def _end(
         cgroup.remove()
 
 
-def _start(limits: Limits, *, cgroup: bool) -> _Worker:
+def _start(limits: Limits, *, cgroup: bool) -> _ForkServer:
     """Start a worker with as many layers as there are here, and note why the others are not."""
     if sys.platform != "linux":
         raise ConfigError(f"the sandbox needs Linux, this is {sys.platform}: use a remote sandbox")
-    worker = _Worker(limits, private=True, cgroup=cgroup)
+    worker = _ForkServer(limits, private=True, cgroup=cgroup)
     reasons = {name: worker.layers[name] for name in ("private_root", "namespaces")}
     if any(reasons.values()):
         worker.close()
-        worker = _Worker(limits, private=False, cgroup=cgroup)
+        worker = _ForkServer(limits, private=False, cgroup=cgroup)
         worker.layers |= reasons
     return worker
 

@@ -15,7 +15,7 @@ RETRY_DELAYS = (0.5, 1.0, 2.0, 4.0)
 BUSY = (429, 500, 502, 503, 504)
 
 
-class Limit:
+class OpenRequests:
     """A number of requests that may be open at once, in whichever event loop they are made."""
 
     def __init__(self, number: int) -> None:

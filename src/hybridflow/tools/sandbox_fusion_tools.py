@@ -6,7 +6,7 @@ from typing import Any
 
 from hybridflow.errors import ConfigError
 from hybridflow.tools.base_tool import BaseTool
-from hybridflow.tools.http_post import Limit, post
+from hybridflow.tools.http_post import OpenRequests, post
 from hybridflow.tools.schemas import OpenAIFunctionToolSchema, ToolResponse, schema_with
 
 
@@ -33,7 +33,7 @@ class SandboxFusionTool(BaseTool):
         self.timeout = float(config.get("default_timeout", 30))
         self.language: str = config.get("default_language", "python")
         self.memory_limit_mb = int(config.get("memory_limit_mb", 1024))
-        self.limit = Limit(min(int(config.get("num_workers", 10)), int(config.get("rate_limit", 10))))
+        self.limit = OpenRequests(min(int(config.get("num_workers", 10)), int(config.get("rate_limit", 10))))
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

@@ -8,7 +8,7 @@ from typing import Any
 from hybridflow.errors import ConfigError
 from hybridflow.tools.base_tool import BaseTool
 from hybridflow.tools.bm25 import passages, queries_of
-from hybridflow.tools.http_post import Limit, post
+from hybridflow.tools.http_post import OpenRequests, post
 from hybridflow.tools.schemas import OpenAIFunctionToolSchema, ToolResponse, schema_with
 
 
@@ -38,7 +38,9 @@ class SearchTool(BaseTool):
         self.url: str = config["retrieval_service_url"]
         self.topk = int(config.get("topk", 3))
         self.timeout = float(config.get("timeout", 30))
-        self.limit = Limit(min(int(config.get("num_workers", 120)), int(config.get("rate_limit", 120))))
+        self.limit = OpenRequests(
+            min(int(config.get("num_workers", 120)), int(config.get("rate_limit", 120)))
+        )
 
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any

@@ -17,7 +17,7 @@ from hybridflow.config.root import SECOND, ProfilerConfig
 from hybridflow.controller.worker import Worker
 from hybridflow.controller.worker_group import WorkerGroup
 from hybridflow.errors import ConfigError
-from hybridflow.observability.profiling import ProfileSettings, Span, profiler
+from hybridflow.observability.profiling import ProfiledSpan, ProfileSettings, profiler
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ class StepProfiler:
         found = {name: future.result() for name, future in futures.items()}
         self._write(step, {DRIVER: own} | {name: spans for name, spans in found.items() if spans})
 
-    def _write(self, step: int, spans: Mapping[str, Sequence[Span]]) -> None:
+    def _write(self, step: int, spans: Mapping[str, Sequence[ProfiledSpan]]) -> None:
         file = self._folder / f"step_{step}.json"
         file.write_text(json.dumps(trace_of(spans)), encoding="utf-8")
         logger.info("profile of step %d: %s, for chrome://tracing or ui.perfetto.dev", step, file)
@@ -95,7 +95,7 @@ class StepProfiler:
             future.result()
 
 
-def trace_of(spans: Mapping[str, Sequence[Span]]) -> dict[str, Any]:
+def trace_of(spans: Mapping[str, Sequence[ProfiledSpan]]) -> dict[str, Any]:
     """Return Chrome's trace of spans by process: a lane for each thread, times in microseconds from the
     first span."""
     begin = min((span.start for each in spans.values() for span in each), default=0.0)

@@ -38,7 +38,7 @@ from hybridflow.workers.state import StatefulGroup
 
 
 @dataclass
-class Run:
+class PreparedRun:
     """A run whose folder and devices are there, before anything is loaded."""
 
     config: PPOConfig | SFTConfig
@@ -116,7 +116,7 @@ def open_store(trainer: TrainerConfig | SFTTrainerConfig) -> CheckpointStore:
 
 
 @contextmanager
-def started(config: PPOConfig | SFTConfig, roles: Sequence[str], *, patience: float) -> Iterator[Run]:
+def started(config: PPOConfig | SFTConfig, roles: Sequence[str], *, patience: float) -> Iterator[PreparedRun]:
     """Hold the run folder and find devices for `roles`; both are released when the context ends.
 
     `patience`: seconds to wait for devices that a lost node may bring back.
@@ -128,7 +128,7 @@ def started(config: PPOConfig | SFTConfig, roles: Sequence[str], *, patience: fl
             hosts = hosting(config.trainer, config.ray_kwargs, roles, patience=patience)
             start = stack.enter_context(hosts)
         stop_token.install()  # Ray has set its own when it was connected
-        yield Run(config, folder, start, log)
+        yield PreparedRun(config, folder, start, log)
 
 
 def steps_of(config: PPOConfig | SFTConfig, loader: StatefulLoader[Any]) -> int:

@@ -26,7 +26,7 @@ from hybridflow.config.tree import flatten, get_value, to_tree, with_values
 from hybridflow.errors import DataError
 from hybridflow.observability.report.files import Lines
 from hybridflow.observability.trackers.jsonl import METRICS_FILE, read_metrics
-from hybridflow.planner.costs import Lengths, Rows
+from hybridflow.planner.costs import Lengths, StepRows
 from hybridflow.trainer.ppo.run_plan import forecaster, plan_of
 from hybridflow.trainer.replay.kept_rows import config_of
 
@@ -156,7 +156,7 @@ class RunTimes:
         return max(1, plan.generating // plan.ranks_of_replica)
 
     @cached_property
-    def rows(self) -> Rows:
+    def rows(self) -> StepRows:
         """The rows of a usual step."""
         count = max(self.usual("training/num_trajectories"), 1.0)
         lengths = Lengths(
@@ -165,10 +165,10 @@ class RunTimes:
         if self.lengths:
             lengths = Lengths.of(self.lengths[-1])
         group = max(1, self.config.actor_rollout_ref.rollout.n)
-        return Rows(count, self.usual("prompt_length/mean"), lengths, group)
+        return StepRows(count, self.usual("prompt_length/mean"), lengths, group)
 
     @cached_property
-    def predict(self) -> Callable[[PPOConfig, Rows], Mapping[str, float]] | None:
+    def predict(self) -> Callable[[PPOConfig, StepRows], Mapping[str, float]] | None:
         return forecaster(self.config)
 
     @cached_property
@@ -382,7 +382,7 @@ def dropped_groups(run: RunTimes) -> Iterator[Wait]:
     data = run.config.data
     size = data.gen_batch_size or data.train_batch_size
     value = math.ceil(size * batches)
-    each = Rows(run.rows.count / batches, run.rows.prompt, run.rows.lengths, run.rows.group)
+    each = StepRows(run.rows.count / batches, run.rows.prompt, run.rows.lengths, run.rows.group)
     apart = batches * run.predict(run.config, each)["gen"]
     together = run.predict(run.config, run.rows)["gen"]
     seconds = run.by_model

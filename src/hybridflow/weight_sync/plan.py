@@ -30,7 +30,7 @@ class Route(NamedTuple):
     box: Box
 
 
-class Piece(NamedTuple):
+class Slab(NamedTuple):
     """A slab of one parameter, with the routes of its boxes."""
 
     name: str
@@ -50,7 +50,7 @@ class Round:
     """Pieces of one dtype that travel in one exchange."""
 
     dtype: torch.dtype
-    pieces: list[Piece] = field(default_factory=list)
+    pieces: list[Slab] = field(default_factory=list)
     load: list[int] = field(default_factory=list)
     """Bytes that each rank sends or receives, whichever is more."""
 
@@ -89,7 +89,7 @@ def make_plan(
                 or max(map(sum, zip(last.load, load))) > bucket_bytes
             ):
                 rounds.append(Round(parameter.dtype, load=[0] * len(held)))
-            rounds[-1].pieces.append(Piece(name, routes))
+            rounds[-1].pieces.append(Slab(name, routes))
             rounds[-1].load = [a + b for a, b in zip(rounds[-1].load, load)]
     return Plan(rounds, owners)
 

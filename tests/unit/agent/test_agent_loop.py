@@ -33,7 +33,7 @@ from hybridflow.errors import ConfigError
 from hybridflow.models.tiny import create_tiny_tokenizer
 from hybridflow.processes.local import LocalHosts
 from hybridflow.protocol.prompt import Prompt
-from hybridflow.protocol.trajectory import Call, Trajectory, rows_of
+from hybridflow.protocol.trajectory import PolicyCall, Trajectory, rows_of
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 
 END = 3
@@ -209,9 +209,9 @@ def test_a_response_that_was_not_sampled_fails_the_trajectory(returned: Any, sai
     assert re.search(said, found.outcome.detail), found.outcome.detail
 
 
-def call(prompt: Sequence[int], *ids: int) -> Call:
+def call(prompt: Sequence[int], *ids: int) -> PolicyCall:
     output = GenerationOutput(0, list(ids), [-float(each) for each in ids], "stop", [1] * len(ids))
-    return Call(Prompt(tuple(prompt)), output)
+    return PolicyCall(Prompt(tuple(prompt)), output)
 
 
 def test_what_a_loop_masks_out_is_read_and_not_learned_from() -> None:

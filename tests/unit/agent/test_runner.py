@@ -19,7 +19,7 @@ from hybridflow.errors import DataError
 from hybridflow.models.tiny import create_tiny_tokenizer
 from hybridflow.processes.local import LocalHosts
 from hybridflow.protocol.prompt import Prompt
-from hybridflow.protocol.trajectory import Call, Trajectory
+from hybridflow.protocol.trajectory import PolicyCall, Trajectory
 from hybridflow.rollout.base import GenerationRequest
 
 END = 3
@@ -396,7 +396,7 @@ def test_an_answer_in_parts_is_one_turn_and_one_text() -> None:
         (call,) = policy.calls
         first = replace(output, token_ids=[7], log_probs=[-0.5], policy_versions=[0])
         last = replace(output, token_ids=[9, END], log_probs=[-0.5] * 2, policy_versions=[0] * 2)
-        parts = [Call(call.prompt, first), Call(Prompt((5, 6, 7, 8)), last)]
+        parts = [PolicyCall(call.prompt, first), PolicyCall(Prompt((5, 6, 7, 8)), last)]
         return AgentResult(calls=parts)
 
     (found,), _ = played(play, episode())

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from corrections_by_keys import correction_metrics, rejection, rollout_weights
 from hybridflow.algorithms import rollout_correction as maths
-from hybridflow.config.thresholds import OPTIONS, Rule, parse_is_threshold, parse_rejection
+from hybridflow.config.thresholds import OPTIONS, RejectionRule, parse_is_threshold, parse_rejection
 from hybridflow.errors import ConfigError
 
 MASK = torch.tensor([[True, True, False], [True, False, False], [False, False, False]])
@@ -131,11 +131,11 @@ def test_level_is_refused() -> None:
 def test_rules_of_rejection() -> None:
     low, high = pytest.approx(-math.log(2)), pytest.approx(math.log(2))
     assert parse_rejection("token_k1 ,seq_max_k3,seq_mean_k1", "0.5_4 , 0.01,2") == [
-        Rule("token", "k1", low, pytest.approx(math.log(4))),
-        Rule("seq_max", "k3", -math.inf, 0.01),
-        Rule("seq_mean", "k1", low, high),
+        RejectionRule("token", "k1", low, pytest.approx(math.log(4))),
+        RejectionRule("seq_max", "k3", -math.inf, 0.01),
+        RejectionRule("seq_mean", "k1", low, high),
     ]
-    assert parse_rejection("token_k2", 0.5) == [Rule("token", "k2", -math.inf, 0.5)]
+    assert parse_rejection("token_k2", 0.5) == [RejectionRule("token", "k2", -math.inf, 0.5)]
     assert len(OPTIONS) == len(set(OPTIONS)) == 11
 
 

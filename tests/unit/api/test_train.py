@@ -20,7 +20,7 @@ from tiny_calls import KEYS, ROWS, digits, metrics_of
 import hybridflow
 from hybridflow import Callback, Environment, HybridFlowError, Run, Step, StopTraining
 from hybridflow.api.entries import named_objects
-from hybridflow.api.launch import Rows, files_or_rows
+from hybridflow.api.launch import RowsInMemory, files_or_rows
 from hybridflow.cli.main import main
 from hybridflow.config.tree import flatten
 from hybridflow.errors import CheckpointError, ConfigError, DataError, RewardError, Stopped
@@ -453,7 +453,7 @@ def test_rows_of_libraries_are_written_as_they_are(library: str, tmp_path: Path)
     module = pytest.importorskip(library)
     rows: Any = module.Dataset.from_list(ROWS) if library == "datasets" else module.DataFrame(ROWS)
     found = files_or_rows(rows, "dataset")
-    assert isinstance(found, Rows)
+    assert isinstance(found, RowsInMemory)
     found.write(tmp_path / "rows.jsonl")
     assert [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()] == ROWS
 
@@ -462,6 +462,6 @@ def test_paths_and_texts_are_told_apart(tmp_path: Path) -> None:
     assert files_or_rows("a.parquet", "dataset") == ["a.parquet"]
     assert files_or_rows([Path("a.jsonl"), "b.json"], "dataset") == ["a.jsonl", "b.json"]
     found = files_or_rows(["One. ", "Two. "], "dataset")
-    assert isinstance(found, Rows)
+    assert isinstance(found, RowsInMemory)
     found.write(tmp_path / "rows.jsonl")
     assert (tmp_path / "rows.jsonl").read_text() == '{"prompt": "One. "}\n{"prompt": "Two. "}\n'

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridflow.controller import Call, Dispatch, Future, MeshInfo, Part
-from hybridflow.controller.backend import Source
+from hybridflow.controller.backend import CallSource
 from hybridflow.controller.worker_group import resolve_futures
 from hybridflow.protocol import DataProto, Workload
 
@@ -32,7 +32,7 @@ def future(dispatch: Dispatch, mesh: MeshInfo, call: Call, results: list[Any] | 
             parts[rank] = concurrent.futures.Future()
             parts[rank].set_result(each.args[0] if results is None else results[rank])
     taken = tuple(rank for rank, each in enumerate(sharded.calls) if each is not None and each.returns)
-    source = Source(dispatch, mesh, sharded)
+    source = CallSource(dispatch, mesh, sharded)
     return Future(
         parts,
         lambda found: dispatch.collect(found, mesh, sharded),

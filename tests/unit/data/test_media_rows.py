@@ -15,7 +15,7 @@ from hybridflow.checkpoint.state import load_tree, save_tree
 from hybridflow.config.data import DataConfig, SFTDataConfig
 from hybridflow.config.preference import PreferenceDataConfig
 from hybridflow.data.files import Rows
-from hybridflow.data.media import MediaReader, Source
+from hybridflow.data.media import MediaReader, MediaSource
 from hybridflow.data.pictures import thumbnail
 from hybridflow.data.preference import PreferenceDataset
 from hybridflow.data.prompts import PromptDataset, PromptRow
@@ -256,7 +256,7 @@ def test_the_last_part_of_a_picture_in_crops_is_shown() -> None:
     reader.processor.image_processor.size = {"longest_edge": 48}
     reader.processor.image_processor.do_image_splitting = True
     ids = [folder.convert_tokens_to_ids("<image>")]
-    shown = [part.shown for part in reader.expand(ids, [Source("image", png(RED))], whole=True).media]
+    shown = [part.shown for part in reader.expand(ids, [MediaSource("image", png(RED))], whole=True).media]
     assert len(shown) > 1 and shown == [b""] * (len(shown) - 1) + [thumbnail(squares(RED))]
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.distributed.layout import ParallelLayout
-from hybridflow.planner.costs import Costs, Efficiency, Lengths, Rows
+from hybridflow.planner.costs import Costs, Efficiency, Lengths, StepRows
 from hybridflow.planner.hardware import HARDWARE, Cluster, read_devices
 from hybridflow.planner.memory import RoleEngine
 from hybridflow.planner.model_shape import shape_of
@@ -48,7 +48,7 @@ def test_experts_are_read_as_far_as_rows_reach_them() -> None:
 
 
 def test_a_pass_takes_its_flops_over_the_peak() -> None:
-    rows = Rows(64, 100, Lengths(400, 400))
+    rows = StepRows(64, 100, Lengths(400, 400))
     training = engine(recomputes=False)
     flops = 2.0 * QWEN.active * rows.tokens + QWEN.causal_flops(rows.tokens, rows.square)
     assert costs().passes(QWEN, rows, training, learns=False) == pytest.approx(flops / H100.peak)
@@ -58,7 +58,7 @@ def test_a_pass_takes_its_flops_over_the_peak() -> None:
 
 
 def test_halving_what_a_peak_gives_doubles_the_time() -> None:
-    rows = Rows(64, 100, Lengths(400, 400))
+    rows = StepRows(64, 100, Lengths(400, 400))
     training = engine(recomputes=False)
     half = Efficiency(0.5, 0.5, 1.0, 0.0, update=0.0, pass_layer=0.0, links=1.0)
     whole = costs().passes(QWEN, rows, training, learns=False)
@@ -66,14 +66,14 @@ def test_halving_what_a_peak_gives_doubles_the_time() -> None:
 
 
 def test_stages_wait_for_each_other() -> None:
-    rows = Rows(64, 0, Lengths(1024, 1024))
+    rows = StepRows(64, 0, Lengths(1024, 1024))
     one = costs(4).passes(QWEN, rows, engine(1024, dp_replicate=4), learns=False)
     staged = costs(4).passes(QWEN, rows, engine(1024, pp=4), learns=False)
     assert staged == pytest.approx(one * (64 + 3) / 64)
 
 
 def test_shards_are_gathered_over_the_slower_link() -> None:
-    rows = Rows(2, 0, Lengths(16, 16))
+    rows = StepRows(2, 0, Lengths(16, 16))
     inside = costs(8).passes(QWEN, rows, engine(dp_shard=8), learns=False)
     across = costs(16).passes(QWEN, rows, engine(dp_shard=16), learns=False)
     assert inside == pytest.approx(2 * QWEN.parameters / H100.link)
@@ -82,7 +82,7 @@ def test_shards_are_gathered_over_the_slower_link() -> None:
 
 def test_experts_are_gathered_only_among_ranks_that_share_a_part() -> None:
     """Of so few tokens the time is that of parameters, and of as many small exchanges as layers have."""
-    rows = Rows(1, 0, Lengths(1, 1))
+    rows = StepRows(1, 0, Lengths(1, 1))
     experts = 2 * SPARSE.expert_parameters
     dense = 2 * SPARSE.parameters - experts
     exchanges = 2 * len(SPARSE.layers) * H100.link_latency
@@ -98,7 +98,7 @@ def test_experts_are_gathered_only_among_ranks_that_share_a_part() -> None:
 
 
 def test_copies_sum_their_shards_once_for_a_step() -> None:
-    rows = Rows(2, 0, Lengths(1, 1))
+    rows = StepRows(2, 0, Lengths(1, 1))
     one = costs(16).passes(QWEN, rows, engine(dp_shard=8), learns=True)
     two = costs(16).passes(QWEN, rows, engine(dp_replicate=2, dp_shard=8), learns=True)
     assert two - one == pytest.approx(2 * 4 * QWEN.parameters / 8 / H100.network, rel=0.01)
@@ -106,7 +106,7 @@ def test_copies_sum_their_shards_once_for_a_step() -> None:
 
 def test_a_longer_tail_costs_steps_and_refilled_rows_do_not_wait_for_it() -> None:
     def seconds(spread: float, *, refilled: bool = False) -> float:
-        rows = Rows(512, 100, Lengths(1000, 16000, spread))
+        rows = StepRows(512, 100, Lengths(1000, 16000, spread))
         return costs(8).generation(QWEN, rows, 8, 1, refilled=refilled)
 
     assert seconds(0.0) < seconds(0.7) < seconds(1.2)

@@ -17,9 +17,9 @@ from hybridflow.explain.run import placed
 from hybridflow.planner.costs import FITTED, Costs
 from hybridflow.planner.hardware import read_devices
 from hybridflow.planner.model_shape import known_models, shape_by_keys, shape_of
-from hybridflow.planner.pools import USABLE, Job, PoolPlanner, job_of
+from hybridflow.planner.pools import USABLE, PoolPlanner, StepWork, job_of
 from hybridflow.planner.run_plan import PoolPlan, RunPlan
-from hybridflow.planner.search import Search, allocations, first_different, partitions
+from hybridflow.planner.search import PlacementSearch, allocations, first_different, partitions
 
 SMALL = {
     "model_type": "llama",
@@ -37,7 +37,7 @@ def prepared(recipe: str, *words: str) -> PPOConfig:
     ).config
 
 
-def job(recipe: str, model: str, *words: str) -> Job:
+def job(recipe: str, model: str, *words: str) -> StepWork:
     config = prepared(recipe, f"actor_rollout_ref.model.path={model}", *words)
     return job_of(config, shape_by_keys, 256, 512)
 
@@ -97,7 +97,7 @@ def test_the_best_plans_fit_and_their_overrides_pass_the_checks(
 ) -> None:
     cluster = read_devices(devices)
     planned = job(recipe, model)
-    found = Search(planned, Costs(cluster, FITTED)).run()
+    found = PlacementSearch(planned, Costs(cluster, FITTED)).run()
     assert found.plans == sorted(found.plans, key=lambda plan: plan.seconds)
     assert any(len(plan.pools) == 1 for plan in found.plans)
     for plan in first_different(found.plans)[:5]:
@@ -116,7 +116,7 @@ def test_the_best_plans_fit_and_their_overrides_pass_the_checks(
 
 
 def test_a_step_is_its_critical_path() -> None:
-    found = Search(job("ppo", "Qwen2.5-7B"), Costs(read_devices("16xA100"), FITTED)).run()
+    found = PlacementSearch(job("ppo", "Qwen2.5-7B"), Costs(read_devices("16xA100"), FITTED)).run()
     for plan in found.plans:
         stages = {"gen": 0.0, "prepare": 0.0, "update": 0.0}
         for pool in plan.pools:
@@ -190,12 +190,12 @@ def test_a_reference_without_adapters_takes_no_memory_beside_the_actor() -> None
 
 
 def test_what_does_not_fit_is_no_plan() -> None:
-    assert not Search(job("ppo", "Llama-2-70B"), Costs(read_devices("2xA100"), FITTED)).run().plans
+    assert not PlacementSearch(job("ppo", "Llama-2-70B"), Costs(read_devices("2xA100"), FITTED)).run().plans
 
 
 def test_a_model_of_two_layers_is_planned(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(SMALL))
-    assert Search(job("grpo", str(tmp_path)), Costs(read_devices("1xH100"), FITTED)).run().plans
+    assert PlacementSearch(job("grpo", str(tmp_path)), Costs(read_devices("1xH100"), FITTED)).run().plans
 
 
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridflow.protocol.prompt import Medium, Prompt
-from hybridflow.protocol.trajectory import Call, Lineage, Outcome, Segment, rows_of
+from hybridflow.protocol.trajectory import Lineage, Outcome, PolicyCall, Segment, rows_of
 
 
 @dataclass(frozen=True)
@@ -19,18 +19,18 @@ class Output:
     policy_versions: list[int]
 
 
-def call(prompt: list[int], sampled: list[int], number: int = 0, *, accepted: bool = True) -> Call:
+def call(prompt: list[int], sampled: list[int], number: int = 0, *, accepted: bool = True) -> PolicyCall:
     """A call whose log-probs and versions say which call and which place they are of."""
     places = range(len(sampled))
     output = Output(sampled, [-(number + place / 100) for place in places], [number] * len(sampled))
-    return Call(Prompt(tuple(prompt)), output, accepted)
+    return PolicyCall(Prompt(tuple(prompt)), output, accepted)
 
 
 Token = tuple[int, float | None, int | None]
 """Id, log-prob and version of a token; None for a token that was given."""
 
 
-def slow_rows(calls: list[Call]) -> list[tuple[int, list[Token]]]:
+def slow_rows(calls: list[PolicyCall]) -> list[tuple[int, list[Token]]]:
     """The definition, token by token: (tokens of the first prompt, all tokens of the row)."""
     rows: list[tuple[int, list[Token]]] = []
     last_used: list[int] = []
@@ -71,9 +71,9 @@ SHORT = st.lists(st.integers(0, 1), max_size=3)
 
 
 @st.composite
-def histories(draw: st.DrawFn) -> list[Call]:
+def histories(draw: st.DrawFn) -> list[PolicyCall]:
     """Calls whose prompts mostly begin with what an earlier call has read and written, whole or cut."""
-    calls: list[Call] = []
+    calls: list[PolicyCall] = []
     for number in range(draw(st.integers(1, 8))):
         earlier: list[int] = []
         if calls and draw(st.integers(0, 4)):
@@ -87,7 +87,7 @@ def histories(draw: st.DrawFn) -> list[Call]:
 
 @settings(max_examples=100, deadline=None, derandomize=True)
 @given(histories())
-def test_rows_are_those_of_the_slow_reference(calls: list[Call]) -> None:
+def test_rows_are_those_of_the_slow_reference(calls: list[PolicyCall]) -> None:
     rows = rows_of(calls)
     assert [tokens_of(row) for row in rows] == slow_rows(calls)
     sampled = [token for row in rows for token in tokens_of(row)[1] if token[1] is not None]
@@ -106,7 +106,7 @@ def test_rows_are_those_of_the_slow_reference(calls: list[Call]) -> None:
 
 @settings(max_examples=50, deadline=None, derandomize=True)
 @given(histories(), st.data())
-def test_calls_that_were_not_used_change_nothing(calls: list[Call], data: st.DataObject) -> None:
+def test_calls_that_were_not_used_change_nothing(calls: list[PolicyCall], data: st.DataObject) -> None:
     place = data.draw(st.integers(0, len(calls)))
     prompt = data.draw(SHORT)
     unused = data.draw(st.sampled_from([call(prompt, [], 99), call(prompt, [1], 99, accepted=False)]))
@@ -145,10 +145,10 @@ def test_the_longest_row_goes_on_and_of_equal_ones_the_newest() -> None:
 
 def test_other_media_under_equal_placeholders_never_share_a_row() -> None:
     cat, dog = Medium(1, 1, "cat"), Medium(1, 1, "dog")
-    first = Call(Prompt((1, 2), (cat,)), Output([3], [-1.0], [0]))
-    other = Call(Prompt((1, 2, 3, 4), (dog,)), Output([5], [-1.0], [0]))
-    same = Call(Prompt((1, 2, 3, 4), (cat,)), Output([5], [-1.0], [0]))
-    more = Call(Prompt((1, 2, 3, 2), (cat, Medium(3, 1, "dog"))), Output([5], [-1.0], [0]))
+    first = PolicyCall(Prompt((1, 2), (cat,)), Output([3], [-1.0], [0]))
+    other = PolicyCall(Prompt((1, 2, 3, 4), (dog,)), Output([5], [-1.0], [0]))
+    same = PolicyCall(Prompt((1, 2, 3, 4), (cat,)), Output([5], [-1.0], [0]))
+    more = PolicyCall(Prompt((1, 2, 3, 2), (cat, Medium(3, 1, "dog"))), Output([5], [-1.0], [0]))
     assert len(rows_of([first, other])) == 2 and len(rows_of([first, same])) == 1
     assert len(rows_of([first, more])) == 2, "a row has the media of its first prompt"
 

@@ -15,7 +15,7 @@ import pytest
 
 from hybridflow.config.reward import RewardConfig, SandboxConfig, SandboxFusionConfig
 from hybridflow.errors import ConfigError
-from hybridflow.rewards import Outcome, ScoreRequest
+from hybridflow.rewards import ScoreRequest, ScoringOutcome
 from hybridflow.rewards.apart.programs import Program
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.call import call, call_manager, load_manager
@@ -26,7 +26,7 @@ PLUS = {"fn_name": "f", "inputs": ["1", "2", "-5"], "outputs": ["2", "3", "-4"]}
 ECHO = {"inputs": ["a", "b"], "outputs": ["a", "b"]}
 
 
-def scored(config: RewardConfig, *rows: tuple[str, Any]) -> list[Outcome]:
+def scored(config: RewardConfig, *rows: tuple[str, Any]) -> list[ScoringOutcome]:
     """Score (program, test cases) in this process, by the function of their data source."""
     try:
         function = resolve(config, seed=0)

@@ -9,7 +9,7 @@ import pytest
 
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
 from hybridflow.errors import ConfigError
-from hybridflow.rewards import Outcome, ScoreRequest
+from hybridflow.rewards import ScoreRequest, ScoringOutcome
 from hybridflow.rewards.build import build_reward_manager
 
 FILE = """
@@ -47,13 +47,13 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "listed.py"
 
 
-def outcomes(num_workers: int = 0, **keys: Any) -> list[Outcome]:
+def outcomes(num_workers: int = 0, **keys: Any) -> list[ScoringOutcome]:
     config = RewardConfig(num_workers=num_workers, timeout=600.0, **keys)
     with build_reward_manager(config, seed=0) as manager:
         return manager.outcomes(REQUESTS)
 
 
-def scores(found: list[Outcome]) -> list[float]:
+def scores(found: list[ScoringOutcome]) -> list[float]:
     assert not [one.detail for one in found if one.error]
     return [one.score for one in found]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
-from hybridflow.rewards import Outcome, ScoreRequest
+from hybridflow.rewards import ScoreRequest, ScoringOutcome
 from hybridflow.rewards.build import build_reward_manager
 
 FILE = """
@@ -28,7 +28,7 @@ class Ranks:
 """
 
 
-def outcomes(tmp_path: Path, *texts: str, **keys: Any) -> list[Outcome]:
+def outcomes(tmp_path: Path, *texts: str, **keys: Any) -> list[ScoringOutcome]:
     (tmp_path / "mine.py").write_text(FILE)
     config = RewardConfig(num_workers=1, timeout=600.0, **keys)
     with build_reward_manager(config, seed=0) as manager:

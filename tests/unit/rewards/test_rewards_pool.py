@@ -17,7 +17,7 @@ import pytest
 from endings import gone, wait_until
 from hybridflow.config.reward import CustomRewardConfig, RewardConfig
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.rewards import Outcome, RewardManager, ScoreRequest
+from hybridflow.rewards import RewardManager, ScoreRequest, ScoringOutcome
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.manager import ScoredBatch
 from hybridflow.rewards.pool import RewardPool
@@ -167,7 +167,7 @@ def request(response: str, number: float = 1.0, **info: Any) -> ScoreRequest:
     return ScoreRequest("mine", response, None, {"number": number, **info})
 
 
-def outcomes_of(pool: RewardPool, rows: list[ScoreRequest]) -> list[Outcome]:
+def outcomes_of(pool: RewardPool, rows: list[ScoreRequest]) -> list[ScoringOutcome]:
     return RewardManager(pool).outcomes(rows)
 
 

@@ -18,7 +18,7 @@ from hybridflow.rollout.base import GenerationRequest
 from hybridflow.rollout.client import EngineReplica, LLMClient
 from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.run import DrainingServer, listen
-from hybridflow.rollout.server.service import Limits, Service
+from hybridflow.rollout.server.service import ServerLimits, Service
 
 TOKEN = "a-token-for-tests"
 TOKENIZER = create_tiny_tokenizer()
@@ -76,9 +76,11 @@ def tiny_model(**changes: Any) -> ServedModel:
 
 
 @contextmanager
-def serve_client(client: LLMClient, model: ServedModel, limits: Limits | None = None) -> Iterator[Served]:
+def serve_client(
+    client: LLMClient, model: ServedModel, limits: ServerLimits | None = None
+) -> Iterator[Served]:
     """A server over any client; it and the replicas end with the block."""
-    service = Service(client, model, limits or Limits())
+    service = Service(client, model, limits or ServerLimits())
     bound = listen("127.0.0.1", 0)
     server = DrainingServer(service, token=TOKEN, grace_s=600)
     thread = threading.Thread(target=server.run, args=([bound],), daemon=True)
@@ -103,7 +105,7 @@ def serve_script(
     script: Any = echoes,
     *,
     replicas: int = 1,
-    limits: Limits | None = None,
+    limits: ServerLimits | None = None,
     model: dict[str, Any] | None = None,
     **options: Any,
 ) -> Iterator[Served]:

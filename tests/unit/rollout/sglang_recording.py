@@ -29,7 +29,7 @@ from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.remote.http import Address
 from hybridflow.rollout.sglang import loader
 from hybridflow.rollout.sglang.engine import SGLangEngine
-from hybridflow.rollout.sglang.server import Server
+from hybridflow.rollout.sglang.server import SGLangServer
 
 RECORD = Path(__file__).parent / "recorded" / "sglang.json"
 EOS, VOCABULARY, POSITIONS = 2, 96, 128
@@ -87,7 +87,7 @@ def scenario(
 def connect(url: str) -> SGLangEngine:
     """An engine over a server that runs already."""
     facts = {"vocabulary": VOCABULARY, "positions": POSITIONS}
-    runner = Server(Address(url), None, **facts, max_streams=4, timeout=600, bucket_bytes=1 << 20)
+    runner = SGLangServer(Address(url), None, **facts, max_streams=4, timeout=600, bucket_bytes=1 << 20)
     return SGLangEngine(runner, eos_token_ids=[EOS])
 
 

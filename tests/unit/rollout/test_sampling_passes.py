@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from hybridflow.rollout.base import SamplingParams
 from hybridflow.rollout.native import sampling
-from hybridflow.rollout.native.sampling import Sampled, sample
+from hybridflow.rollout.native.sampling import ChosenTokens, sample
 
 VOCABULARY = 151_936
 HOT = {"temperature": 0.7}
@@ -40,7 +40,7 @@ class Passes(TorchDispatchMode):
 
 def sampled(
     logits: Tensor, params: list[SamplingParams], monkeypatch: pytest.MonkeyPatch, *, on_cpu: bool
-) -> Sampled:
+) -> ChosenTokens:
     """Tokens and log-probs as on a CPU, or by the operations of other devices."""
     monkeypatch.setattr(sampling, "_has_bits_of_training", lambda _: on_cpu)
     monkeypatch.setattr(sampling, "CHUNK_BYTES", 1 << 40)

@@ -21,7 +21,7 @@ from hybridflow.rollout.server.app import EventStream
 from hybridflow.rollout.server.job import completion_job
 from hybridflow.rollout.server.run import choose_token, listen
 from hybridflow.rollout.server.schema import CompletionBody
-from hybridflow.rollout.server.service import Limits
+from hybridflow.rollout.server.service import ServerLimits
 
 CHAT, PLAIN = "/v1/chat/completions", "/v1/completions"
 HELLO = [{"role": "user", "content": "hi"}]
@@ -30,7 +30,7 @@ LONG: dict[str, Any] = {"prompt": "a", "max_tokens": 400}
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    limits = Limits(max_queue=64, max_body_bytes=20_000)
+    limits = ServerLimits(max_queue=64, max_body_bytes=20_000)
     with serve_script(model={"chat_template": TOOL_TEMPLATE}, limits=limits) as server:
         yield server
         answer = server.http.post(PLAIN, json={"prompt": "ab", "max_tokens": 2})
@@ -115,7 +115,7 @@ def endless(request: Any) -> list[int]:
 
 
 def test_a_full_queue_says_so() -> None:
-    with serve_script(endless, limits=Limits(max_queue=3), seconds=0.05) as server:
+    with serve_script(endless, limits=ServerLimits(max_queue=3), seconds=0.05) as server:
         with server.http.stream("POST", PLAIN, json={**LONG, "n": 2, "stream": True}) as running:
             chunks = running.iter_raw()  # kept: the stream ends with its iterator
             next(chunks)
@@ -139,7 +139,7 @@ def test_clients_that_go_away_free_their_rows() -> None:
 
 
 def test_a_client_that_takes_nothing_of_its_stream_is_left() -> None:
-    with serve_script(endless, limits=Limits(send_timeout_s=0.05), seconds=0.05) as server:
+    with serve_script(endless, limits=ServerLimits(send_timeout_s=0.05), seconds=0.05) as server:
         service, begun = server.service, asyncio.Event()
         body = CompletionBody(**LONG, n=2, stream=True)
         job = completion_job(body, service.model, lambda: None)
@@ -160,11 +160,11 @@ def test_a_client_that_takes_nothing_of_its_stream_is_left() -> None:
 
 
 def test_a_deadline_is_504_or_an_event() -> None:
-    with serve_script(endless, limits=Limits(deadline_s=0.1), seconds=0.05) as server:
+    with serve_script(endless, limits=ServerLimits(deadline_s=0.1), seconds=0.05) as server:
         assert "within 0.1 s" in reason(server.http.post(PLAIN, json=LONG), 504)
         server.wait_idle()
     with serve_script(
-        endless, limits=Limits(deadline_s=3.0), seconds=0.05
+        endless, limits=ServerLimits(deadline_s=3.0), seconds=0.05
     ) as server:  # a stream has begun by then
         text = server.http.post(PLAIN, json={**LONG, "stream": True}).text
         assert '"code": "deadline_passed"' in text and text.endswith("data: [DONE]\n\n")

@@ -23,7 +23,7 @@ from hybridflow.rollout.sglang.engine import (
     sglang_params,
     sglang_problem,
 )
-from hybridflow.rollout.sglang.server import Server
+from hybridflow.rollout.sglang.server import SGLangServer
 
 ROWS, TOKENS = 4000, 6
 
@@ -172,7 +172,7 @@ def test_keys_become_options(tmp_path: Any) -> None:
 
 def test_memory_is_taken_again_only_where_it_was_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[tuple[str, Any]] = []
-    server = Server(
+    server = SGLangServer(
         Address("http://127.0.0.1:1"),
         None,
         vocabulary=5,

@@ -12,7 +12,7 @@ from torch import Tensor
 from hybridflow.errors import RolloutError
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
-from hybridflow.rollout.remote.runner import EngineDied, Piece, Submission
+from hybridflow.rollout.remote.runner import EngineDied, ResponsePiece, Submission
 from hybridflow.rollout.vllm.engine import VLLMEngine
 from hybridflow.rollout.vllm.extension import keep_whole_distribution
 from hybridflow.weight_sync.wire.receiver import NOTHING, Receiver
@@ -57,7 +57,7 @@ class Scripted:
         self.log.append([submission.params for submission in submissions])
         self.open |= {each.request_id: (0, each.params["max_tokens"]) for each in submissions}
 
-    def poll(self) -> list[Piece]:
+    def poll(self) -> list[ResponsePiece]:
         assert self.mapped == PARTS
         self.polls += 1
         if self.polls == self.dies_at:
@@ -67,7 +67,9 @@ class Scripted:
             self.open[number] = (said + 1, limit)
             finish = "length" if said + 1 == limit else None
             pieces.append(
-                Piece(number, [10 + number], [-0.5], [[(10 + number, -0.5), (1, -1.0), (2, -2.0)]], finish)
+                ResponsePiece(
+                    number, [10 + number], [-0.5], [[(10 + number, -0.5), (1, -1.0), (2, -2.0)]], finish
+                )
             )
             if finish:
                 del self.open[number]

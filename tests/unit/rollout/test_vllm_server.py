@@ -28,7 +28,7 @@ from hybridflow.rollout.remote.http import Address, Refused, ServerGone, ServerP
 from hybridflow.rollout.remote.model import ModelFacts
 from hybridflow.rollout.vllm import build as vllm_build
 from hybridflow.rollout.vllm.engine import VLLMEngine
-from hybridflow.rollout.vllm.server import Server
+from hybridflow.rollout.vllm.server import VLLMServer
 from hybridflow.weight_sync.wire.receiver import Receiver
 
 HELD: dict[str, torch.Tensor] = {}
@@ -127,7 +127,7 @@ def engine() -> Iterator[VLLMEngine]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), Answers)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
-    runner = Server(
+    runner = VLLMServer(
         Address(f"http://127.0.0.1:{server.server_port}"),
         None,
         max_streams=4,
@@ -164,9 +164,9 @@ def test_streams_become_outputs(engine: VLLMEngine) -> None:
 
 
 def test_weights_of_another_run_are_none(engine: VLLMEngine) -> None:
-    assert isinstance(engine.runner, Server)
+    assert isinstance(engine.runner, VLLMServer)
     other = VLLMEngine(
-        Server(engine.runner.address, None, max_streams=4, timeout=3000, bucket_bytes=1 << 16),
+        VLLMServer(engine.runner.address, None, max_streams=4, timeout=3000, bucket_bytes=1 << 16),
         eos_token_ids=[2],
     )
     assert (engine.policy_version, other.policy_version) == (3, -1)
@@ -207,7 +207,7 @@ def test_abort_hangs_up_on_a_server_that_says_nothing(engine: VLLMEngine) -> Non
         assert next(running).request_id == 1
         engine.abort([0])
         assert list(running) == []
-        assert isinstance(engine.runner, Server)
+        assert isinstance(engine.runner, VLLMServer)
         engine.runner._pool.shutdown()  # would wait for ever for a reader that was not cut off
     finally:
         SILENT.set()
@@ -228,19 +228,19 @@ def test_another_thread_may_abort_all_that_run(engine: VLLMEngine) -> None:
 
 
 def test_a_server_that_had_adapters_of_another_run_gets_a_base_of_this_one(engine: VLLMEngine) -> None:
-    assert isinstance(engine.runner, Server)
+    assert isinstance(engine.runner, VLLMServer)
     settings: dict[str, Any] = {"max_streams": 4, "timeout": 3000, "bucket_bytes": 1 << 16, "adapters": True}
     ADAPTERS.clear()
     NAMES.clear()
     for asked in (["load", "ready"], ["load", "unload", "load", "ready"]):
         RECEIVED.version, RECEIVED.has_base = 7, True
-        made = VLLMEngine(Server(engine.runner.address, None, **settings), eos_token_ids=[2])
+        made = VLLMEngine(VLLMServer(engine.runner.address, None, **settings), eos_token_ids=[2])
         assert not made.has_base and made.policy_version == -1, "what is there is an earlier run's"
         made.close()
         assert ADAPTERS[-len(asked) :] == asked
     NO_ADAPTERS.set()
     with pytest.raises(RolloutError, match=r"set actor_rollout_ref\.rollout\.lora_as_adapters=false"):
-        VLLMEngine(Server(engine.runner.address, None, **settings), eos_token_ids=[2])
+        VLLMEngine(VLLMServer(engine.runner.address, None, **settings), eos_token_ids=[2])
     NO_ADAPTERS.clear()
     assert ADAPTERS[-1] == "ready", "its folder is gone"
 
@@ -334,7 +334,7 @@ def test_a_server_ends_with_its_workers(how: str, tmp_path: Path, monkeypatch: p
 def test_an_engine_that_cannot_be_had_leaves_no_server(monkeypatch: pytest.MonkeyPatch) -> None:
     closed: list[bool] = []
     started = SimpleNamespace(pid=1, exit_code=lambda: None, last_words=lambda: "")
-    runner = Server(
+    runner = VLLMServer(
         Address("http://127.0.0.1:1"), cast(Any, started), max_streams=1, timeout=1, bucket_bytes=64
     )
     monkeypatch.setattr(runner, "close", lambda: closed.append(True))

@@ -17,7 +17,7 @@ from hybridflow.errors import CheckpointError, DataError, RewardError, RolloutEr
 from hybridflow.protocol import DataProto
 from hybridflow.rewards.manager import RewardSession, ScoredBatch
 from hybridflow.trainer.schedules.ledger import LEDGER_FILE, Ledger
-from hybridflow.trainer.schedules.ledger_state import Phase
+from hybridflow.trainer.schedules.ledger_state import GroupPhase
 
 STEPS = 6
 GROUPS = 4  # of a step
@@ -147,7 +147,7 @@ def test_a_resumed_run_trains_each_admitted_group_once(model: Path, tmp_path: Pa
         state = ledger.state
     assert state.trained_per_step == [GROUPS] * STEPS
     phases = Counter(state.phase(index) for index in range(state.num_admitted))
-    assert phases == {Phase.TRAINED: STEPS * GROUPS}
+    assert phases == {GroupPhase.TRAINED: STEPS * GROUPS}
     uids = [uid for batch in run.batches.values() for uid in dict.fromkeys(batch.non_tensor_batch["uid"])]
     assert len(uids) == len(set(uids)) == STEPS * GROUPS
     assert max(run.staleness()) <= 3

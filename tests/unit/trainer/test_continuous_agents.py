@@ -15,7 +15,7 @@ from tiny_trainer import build, ppo_config
 
 from hybridflow.agent.runner import Runner
 from hybridflow.errors import Stopped
-from hybridflow.trainer.schedules.ledger_state import Phase
+from hybridflow.trainer.schedules.ledger_state import GroupPhase
 
 
 def test_the_bound_on_trajectories_holds_for_all_groups_together(
@@ -62,7 +62,7 @@ def test_a_stop_while_the_engines_are_served_loses_no_group(model: Path, tmp_pat
     with run.ledger() as ledger:
         state = ledger.state
     phases = Counter(state.phase(index) for index in range(state.num_admitted))
-    assert phases == {Phase.TRAINED: GROUPS * STEPS} and not state.causes
+    assert phases == {GroupPhase.TRAINED: GROUPS * STEPS} and not state.causes
     assert all(len(set(batch.non_tensor_batch["uid"])) == GROUPS for batch in run.batches.values())
 
 

@@ -17,7 +17,7 @@ from tiny_trainer import build, ppo_config, tiny_model
 
 from hybridflow.observability.trackers import Trackers
 from hybridflow.observability.trackers.base import BackgroundTracker
-from hybridflow.rollout.server.service import Metrics
+from hybridflow.rollout.server.service import ServerCounts
 
 ROOT = Path(__file__).resolve().parents[3]
 GRAFANA = ROOT / "docker" / "grafana"
@@ -121,7 +121,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, se
         trainer.fit()
         port = tracker_of(trainer.trackers).port
         run = httpx.get(f"http://127.0.0.1:{port}/metrics").text
-    metrics = Metrics("m")
+    metrics = ServerCounts("m")
     metrics.answers["/v1/completions", 200] += 1
     return {"run": samples(run), "server": samples(metrics.page(0, ()))}
 

@@ -23,7 +23,7 @@ from hybridflow.config.reward import RewardConfig, RewardModelRoleConfig
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import ConfigError, ModelError, RewardError
 from hybridflow.protocol import DataProto
-from hybridflow.rewards.result import Outcome, ScoreRequest
+from hybridflow.rewards.result import ScoreRequest, ScoringOutcome
 from hybridflow.trainer.ppo.build import build
 from hybridflow.trainer.ppo.model_rewards import ModelReader, ModelScorer
 from hybridflow.workers.reward_model import SCORES
@@ -239,7 +239,7 @@ def test_a_response_that_ends_at_once_is_one_empty_step(
         ours,
     )
     eos_first = ScoreRequest("", "", "", {}, (ours.eos_token_id,), [{"role": "user", "content": "2 2"}])
-    (outcome,) = scorer.complete([eos_first], [Outcome()])
+    (outcome,) = scorer.complete([eos_first], [ScoringOutcome()])
     wanted = {"none": 2.0, "sigmoid": float(torch.tensor(2.0).sigmoid())}[activation]
     assert not outcome.error and outcome.score == pytest.approx(wanted)
     separator = load_tokenizer(reward_model).encode("1", add_special_tokens=False)

@@ -7,7 +7,7 @@ import threading
 import pytest
 
 from hybridflow.observability.timing import Timer
-from hybridflow.trainer.ppo.step import Job, Overlap
+from hybridflow.trainer.ppo.step import Overlap, RoleCall
 
 POOLS = {"actor": 0, "reference": 0, "critic": 1, "teacher": 2}
 
@@ -19,8 +19,8 @@ def split(first: str, second: str) -> bool:
 def test_colocated_roles_take_turns_in_the_callers_thread() -> None:
     timer, seen = Timer(), list[tuple[str, str]]()
 
-    def job(role: str) -> Job[str]:
-        return Job(
+    def job(role: str) -> RoleCall[str]:
+        return RoleCall(
             role, f"of_{role}", lambda: seen.append((role, threading.current_thread().name)) or role.upper()
         )
 
@@ -38,9 +38,9 @@ def test_split_roles_run_at_the_same_time_and_results_keep_their_order() -> None
         return name
 
     jobs = [
-        Job("actor", "a", lambda: meet("a")),
-        Job("critic", "c", lambda: meet("c")),
-        Job("reference", "r", lambda: "r"),
+        RoleCall("actor", "a", lambda: meet("a")),
+        RoleCall("critic", "c", lambda: meet("c")),
+        RoleCall("reference", "r", lambda: "r"),
     ]
     assert Overlap(split, Timer())(jobs) == ["a", "c", "r"]
 
@@ -57,7 +57,7 @@ def test_the_first_error_comes_through_after_the_others_have_ended() -> None:
         return "t"
 
     with pytest.raises(ValueError, match="critic's own"):
-        Overlap(split, Timer())([Job("critic", "c", fails), Job("teacher", "t", slow)])
+        Overlap(split, Timer())([RoleCall("critic", "c", fails), RoleCall("teacher", "t", slow)])
     assert ended.is_set()
 
 

@@ -13,7 +13,7 @@ from tiny_trainer import build, ppo_config
 
 from hybridflow.distributed.device import measured_cpu, peak_since_asked
 from hybridflow.explain.trial import small_batch
-from hybridflow.planner.costs import Costs, Lengths, Rows
+from hybridflow.planner.costs import Costs, Lengths, StepRows
 from hybridflow.planner.hardware import HARDWARE, Cluster
 from hybridflow.planner.model_shape import read_shape
 from hybridflow.planner.run_plan import RunPlan
@@ -76,7 +76,7 @@ def test_what_updates_use_of_an_accelerator() -> None:
         },
         "m",
     )
-    rows = Rows(8, 10.0, Lengths.of([20.0] * 8), 2)
+    rows = StepRows(8, 10.0, Lengths.of([20.0] * 8), 2)
     costs = Costs(Cluster(HARDWARE["H100"], 2))
     attention = 2 * 2 * 4 * (4 + 4) * 8 * 30**2 / 2
     once = 2 * shape.active * 8 * 30 + attention

@@ -16,7 +16,7 @@ from hybridflow.config.root import ProfilerConfig
 from hybridflow.controller import Dispatch, LocalBackend, Worker, WorkerGroup, register
 from hybridflow.errors import ConfigError
 from hybridflow.observability import profiling
-from hybridflow.observability.profiling import Profiler, ProfileSettings, Span, profiler
+from hybridflow.observability.profiling import ProfiledSpan, Profiler, ProfileSettings, profiler
 from hybridflow.observability.timing import Timer
 from hybridflow.trainer.profiling import StepProfiler, trace_of
 
@@ -93,8 +93,11 @@ def test_a_step_that_fails_leaves_nothing_recording(groups: list[WorkerGroup[Any
 def test_spans_of_processes_lie_on_one_axis() -> None:
     trace = trace_of(
         {
-            "driver": [Span("gen", 100.0, 103.0, "main")],
-            "actor 0": [Span("a", 100.5, 101.0, "ordered"), Span("b", 101.0, 102.0, "requests")],
+            "driver": [ProfiledSpan("gen", 100.0, 103.0, "main")],
+            "actor 0": [
+                ProfiledSpan("a", 100.5, 101.0, "ordered"),
+                ProfiledSpan("b", 101.0, 102.0, "requests"),
+            ],
         }
     )
     spans = {each["name"]: each for each in trace["traceEvents"] if each["ph"] == "X"}

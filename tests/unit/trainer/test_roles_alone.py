@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 
 from hybridflow.observability.timing import Timer
-from hybridflow.trainer.ppo.step import Job, Overlap
+from hybridflow.trainer.ppo.step import Overlap, RoleCall
 from hybridflow.trainer.roles.roles import Roles
 
 POOLS = {"actor": "train", "rollout": "generate", "reference": "generate", "reward_model": "generate"}
@@ -41,7 +41,7 @@ def test_engines_stand_while_a_role_on_their_processes_is_called() -> None:
     engines = Engines()
     together = roles(POOLS, engines)
     jobs = [
-        Job(role, "ref", lambda role=role: engines.events.append(role))  # type: ignore[misc]
+        RoleCall(role, "ref", lambda role=role: engines.events.append(role))  # type: ignore[misc]
         for role in ("actor", "reference")
     ]
     Overlap(lambda first, second: True, Timer(), together.alone)(jobs)

@@ -18,7 +18,7 @@ from hybridflow.models.attention.layouts import ATTENTION_NAME
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.randomness import derive_seed
-from hybridflow.protocol.trajectory import Call, Trajectory, rows_of
+from hybridflow.protocol.trajectory import PolicyCall, Trajectory, rows_of
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.client import LLMClient
 from hybridflow.trainer.ppo.build import PPOTrainer
@@ -49,7 +49,7 @@ class TwoTurnAgent:
             seed = derive_seed(0, "turns", number, turn)
             request = GenerationRequest(2 * number + turn, Prompt(tuple(context)), TURN, seed)
             output = await client.generate(request, sticky=number)
-            calls.append(Call(request.prompt, output))
+            calls.append(PolicyCall(request.prompt, output))
             context += output.token_ids[int(self.forgets) :] + self.tool(output.token_ids)
         reward = float(number % 2) + number
         return Trajectory(*divmod(number, SAMPLES), rows_of(calls), reward=reward, turns=2)

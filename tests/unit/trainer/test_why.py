@@ -17,7 +17,7 @@ from hybridflow.config.load import prepare_config
 from hybridflow.config.show import to_yaml
 from hybridflow.config.tree import with_values
 from hybridflow.errors import ConfigError, DataError
-from hybridflow.planner.costs import Rows
+from hybridflow.planner.costs import StepRows
 from hybridflow.trainer import why
 from hybridflow.trainer.ppo import run_plan
 from hybridflow.trainer.why import RunTimes, Wait, held, waits_of
@@ -62,7 +62,7 @@ def run_with(
 def predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A planner that knows five figures: so much time do these keys take."""
 
-    def predict(config: PPOConfig, rows: Rows) -> dict[str, float]:
+    def predict(config: PPOConfig, rows: StepRows) -> dict[str, float]:
         actor = config.actor_rollout_ref.actor
         rollout = config.actor_rollout_ref.rollout
         waves = max(1.0, rows.count / rollout.max_num_seqs)
@@ -74,7 +74,7 @@ def predicted(monkeypatch: pytest.MonkeyPatch) -> None:
             "old_log_prob": 3.0 if rollout.log_prob_micro_batch_size_per_gpu else 1.0,
         }
 
-    def forecaster(config: PPOConfig) -> Callable[[PPOConfig, Rows], dict[str, float]]:
+    def forecaster(config: PPOConfig) -> Callable[[PPOConfig, StepRows], dict[str, float]]:
         return predict
 
     monkeypatch.setattr(why, "forecaster", forecaster)

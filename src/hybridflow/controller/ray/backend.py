@@ -29,7 +29,7 @@ from hybridflow.controller.backend import Part, replace
 from hybridflow.controller.dispatch import Call, Lane
 from hybridflow.controller.local import Make
 from hybridflow.controller.mesh import MeshInfo
-from hybridflow.controller.ray.cluster import Cluster, PlacedPool
+from hybridflow.controller.ray.cluster import PlacedPool, RayCluster
 from hybridflow.controller.ray.process import TASKS, ProcessAddress, ProcessSettings, RankProcess
 from hybridflow.controller.ray.running import Process, RayPart, Running, Slot, Traffic
 from hybridflow.controller.ray.transport import Packet, encode
@@ -81,7 +81,7 @@ class RayBackend:
 
     def __init__(
         self,
-        cluster: Cluster,
+        cluster: RayCluster,
         placement: Placement,
         meshes: Mapping[str, MeshInfo],
         make: Make,

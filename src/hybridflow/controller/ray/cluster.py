@@ -1,6 +1,6 @@
 """The Ray cluster of a run: it is joined or started, asked for its devices, and left or ended.
 
-    connect ──► Cluster ──check(placement)──► all pools fit ──place(pool)──► PlacedPool ──► shutdown
+    connect ──► RayCluster ──check(placement)──► all pools fit ──place(pool)──► PlacedPool ──► shutdown
 
 The address comes from the key, from RAY_ADDRESS, or from the submitted job that this process belongs to.
 Without an address the run starts its own Ray on this machine, in a temporary folder, and always ends it.
@@ -88,7 +88,7 @@ def _takes(device: str) -> dict[str, Any]:
 
 
 @dataclass(eq=False)
-class Cluster:
+class RayCluster:
     """A Ray cluster that this run has started or joined."""
 
     device: str
@@ -116,7 +116,7 @@ class Cluster:
     @classmethod
     def connect(
         cls, config: RayConfig, *, device: str, wanted: int, num_nodes: int = 1, further_cpus: int = 0
-    ) -> Cluster:
+    ) -> RayCluster:
         """Join the cluster whose address is set, or start one for `wanted` processes.
 
         `device` is auto or a device of the table of accelerators; auto asks the cluster. A process that is
@@ -144,7 +144,7 @@ class Cluster:
         return cls._joined(config, device, leaves=True)
 
     @classmethod
-    def _joined(cls, config: RayConfig, device: str, *, leaves: bool) -> Cluster:
+    def _joined(cls, config: RayConfig, device: str, *, leaves: bool) -> RayCluster:
         if device == "auto":
             device = device_of(ray.nodes(), num_devices)
         address = ray.get_runtime_context().gcs_address
@@ -161,7 +161,9 @@ class Cluster:
         return cluster
 
     @classmethod
-    def _own(cls, config: RayConfig, device: str, wanted: int, num_nodes: int, further_cpus: int) -> Cluster:
+    def _own(
+        cls, config: RayConfig, device: str, wanted: int, num_nodes: int, further_cpus: int
+    ) -> RayCluster:
         given = config.ray_init
         unit = features(device).resource
         cpus = given.num_cpus or num_cpus()

@@ -28,7 +28,7 @@ from hybridflow.controller.backend import replace
 from hybridflow.controller.dispatch import Call, Lane
 from hybridflow.controller.local import WorkerHost
 from hybridflow.controller.ray.running import Failure, Slot, telling
-from hybridflow.controller.ray.transport import Held, Packet, decode, encode
+from hybridflow.controller.ray.transport import Packet, StoredPacket, decode, encode
 from hybridflow.controller.worker import Place, RankInfo
 from hybridflow.distributed import process_group
 from hybridflow.distributed.device import resolve_device, set_current, set_threads
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 TASKS: dict[Lane, str] = {"ordered": "invoke", "requests": "invoke_request", "collect": "invoke_collect"}
 """The method of `RankProcess` for calls of a lane."""
-Answer = tuple[Failure | Held | None, Packet | Held | Failure]
+Answer = tuple[Failure | StoredPacket | None, Packet | StoredPacket | Failure]
 """The status, which the driver reads, and the result, which it fetches when it is needed. Both say
 where a result is that is in TransferQueue.
 """
@@ -218,12 +218,12 @@ class RankProcess:
             args, kwargs = replace((args, kwargs), Slot, lambda slot: results[slot.index])
         return self._host.invoke(role, method, Call(args, kwargs, returns))
 
-    def _result(self, packet: Packet | Held | Failure, role: str, method: str) -> Any:
+    def _result(self, packet: Packet | StoredPacket | Failure, role: str, method: str) -> Any:
         if isinstance(packet, Failure):
             error = packet.original()
             error.add_note(f"its result was an argument of {role}.{method}")
             raise error
-        if isinstance(packet, Held):
+        if isinstance(packet, StoredPacket):
             assert self._queue is not None, "rows are held where there is a queue"
             packet = self._queue.opened(packet)
         return decode(packet)

@@ -35,7 +35,7 @@ from ray.exceptions import GetTimeoutError, RayError
 
 from hybridflow.controller.backend import Part
 from hybridflow.controller.local import TensorVersions
-from hybridflow.controller.ray.transport import Held, decode
+from hybridflow.controller.ray.transport import StoredPacket, decode
 from hybridflow.controller.worker import Place
 from hybridflow.errors import WorkerError, WorkerLost, WorkerTraceback
 
@@ -213,7 +213,7 @@ class RayPart(Part):
             else:
                 self.set_exception(error)
 
-    def is_held(self, held: Held) -> None:
+    def is_held(self, held: StoredPacket) -> None:
         """Take note that the value is in the queue."""
         assert self._queue is not None, "values are held where there is a queue"
         weakref.finalize(self, self._queue.drop, held)

@@ -1,7 +1,7 @@
 """The package TransferQueue as a store of row shards (`trainer.row_store=transferqueue`).
 
-    Packet ──hold──► a storage unit of the queue, and Held, which travels in its place
-    Held ──opened──► Packet, wherever it is read
+    Packet ──hold──► a storage unit of the queue, and StoredPacket, which travels in its place
+    StoredPacket ──opened──► Packet, wherever it is read
 
 Its backends move bytes in ways that Ray's object store does not have, for example RDMA between nodes
 (MooncakeStore, Yuanrong). A cluster has at most one queue: the first run starts it, with its settings,
@@ -26,7 +26,7 @@ import transfer_queue
 from omegaconf import OmegaConf
 from tensordict import TensorDict
 
-from hybridflow.controller.ray.transport import Held, Packet
+from hybridflow.controller.ray.transport import Packet, StoredPacket
 from hybridflow.errors import WorkerError, WorkerLost
 
 logger = logging.getLogger(__name__)
@@ -78,10 +78,10 @@ class TransferQueue:
         """Return a function with which another process of the cluster joins it."""
         return partial(TransferQueue, self.partition)
 
-    def hold(self, packet: Packet) -> Held:
+    def hold(self, packet: Packet) -> StoredPacket:
         """Put a packet into the queue."""
         parts = [np.frombuffer(packet.pickled, dtype=np.uint8), *packet.buffers]
-        held = Held(uuid.uuid4().hex, tuple(part.nbytes for part in parts))
+        held = StoredPacket(uuid.uuid4().hex, tuple(part.nbytes for part in parts))
         whole = torch.from_numpy(np.concatenate(parts))[None]
         fields = TensorDict({BYTES: whole}, batch_size=1)
         self._ask(
@@ -89,9 +89,9 @@ class TransferQueue:
         )
         return held
 
-    def opened(self, packet: Packet | Held) -> Packet:
+    def opened(self, packet: Packet | StoredPacket) -> Packet:
         """Return the packet; one that is held is fetched."""
-        if not isinstance(packet, Held):
+        if not isinstance(packet, StoredPacket):
             return packet
         found = self._ask(
             lambda: transfer_queue.kv_batch_get([packet.key], self.partition, [BYTES]), "has lost rows"
@@ -101,7 +101,7 @@ class TransferQueue:
         pickled, *buffers = np.split(whole, np.cumsum(packet.sizes)[:-1])
         return Packet(pickled.tobytes(), tuple(buffers))
 
-    def drop(self, held: Held) -> None:
+    def drop(self, held: StoredPacket) -> None:
         """Free a packet soon, which has no readers any more; for the process that has started this."""
         self._dropped.put(held.key)
 

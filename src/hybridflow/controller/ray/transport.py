@@ -103,7 +103,7 @@ class Packet:
 
 
 @dataclass(frozen=True)
-class Held:
+class StoredPacket:
     """What travels in place of a packet that is in TransferQueue."""
 
     key: str
@@ -126,7 +126,7 @@ def encode(value: Any) -> Packet:
             buffers.append(raw)
         return raw.nbytes < SMALL_BYTES  # True puts it into the pickled bytes
 
-    _Pickler(file, protocol=5, buffer_callback=keep).dump(value)  # type: ignore[no-untyped-call]
+    _PacketPickler(file, protocol=5, buffer_callback=keep).dump(value)  # type: ignore[no-untyped-call]
     return Packet(file.getvalue(), tuple(buffers))
 
 
@@ -135,7 +135,9 @@ def decode(packet: Packet) -> Any:
     return pickle.loads(packet.pickled, buffers=packet.buffers)
 
 
-class _Pickler(CloudPickler):  # Ray's pickler, so that classes and functions of a script travel by value
+class _PacketPickler(
+    CloudPickler
+):  # Ray's pickler, so that classes and functions of a script travel by value
     _columns: frozenset[int] = frozenset()
 
     def reducer_override(self, obj: Any) -> Any:

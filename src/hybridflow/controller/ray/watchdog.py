@@ -24,7 +24,7 @@ from ray.exceptions import ActorUnavailableError, RayError, RayTaskError
 
 from hybridflow.controller.ray.preflight import answers
 from hybridflow.controller.ray.running import Failure, Process, Running, cause_of, lost
-from hybridflow.controller.ray.transport import Held
+from hybridflow.controller.ray.transport import StoredPacket
 from hybridflow.errors import WorkerError, WorkerLost
 
 logger = logging.getLogger(__name__)
@@ -103,7 +103,7 @@ class Watchdog:
     # ---- called with the ranks' answers, in threads of Ray
 
     def _answered(
-        self, running: Running, rank: int, status: concurrent.futures.Future[Failure | Held | None]
+        self, running: Running, rank: int, status: concurrent.futures.Future[Failure | StoredPacket | None]
     ) -> None:
         error = status.exception()
         if isinstance(error, RayError) and not isinstance(error, RayTaskError):
@@ -122,7 +122,7 @@ class Watchdog:
             process.last_sign = time.monotonic()
             said = None if error is not None else status.result()
             failure = said if isinstance(said, Failure) else None
-            if isinstance(said, Held):
+            if isinstance(said, StoredPacket):
                 running.parts[rank].is_held(said)
             if error is not None:
                 running.fail(

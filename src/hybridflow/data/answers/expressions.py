@@ -1,8 +1,9 @@
 r"""Tokens of an answer as an expression: numbers, variables, and operations on them.
 
 Read are sums, products (also without a sign), fractions, powers, roots, factorials, binomials, bars of
-absolute values, floors, the functions of `tokens.FUNCTIONS`, and finite sums and products. `Unreadable` is
-raised for everything else, and for an expression that is nested deeper than `MAX_DEPTH`.
+absolute values, floors, the functions of `tokens.FUNCTIONS`, and finite sums and products.
+`UnreadableExpression` is raised for everything else, and for an expression that is nested deeper than
+`MAX_DEPTH`.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from hybridflow.data.answers.tokens import FUNCTIONS, GREEK, Token, Unreadable, written
+from hybridflow.data.answers.tokens import FUNCTIONS, GREEK, Token, UnreadableExpression, written
 
 MAX_DEPTH = 40
 """Levels of nesting that are read."""
@@ -62,7 +63,7 @@ def constant(text: str) -> Constant:
     head, _, exponent = text.lower().partition("e")
     power = int(exponent or 0)
     if abs(power) > MAX_EXPONENT:
-        raise Unreadable("a number beyond all bounds")
+        raise UnreadableExpression("a number beyond all bounds")
     head, _, period = head.rstrip(")").partition("(")
     whole, dot, decimals = head.partition(".")
     value = Fraction(int(whole + decimals or "0"), 10 ** len(decimals)) * Fraction(10) ** power
@@ -78,7 +79,7 @@ def parse(tokens: Sequence[Token]) -> Expression:
     parser = _Parser(tokens)
     expression = parser.sum()
     if parser.place != len(parser.tokens):
-        raise Unreadable(f"what follows is no part of an expression: {parser.text!r}")
+        raise UnreadableExpression(f"what follows is no part of an expression: {parser.text!r}")
     return expression
 
 
@@ -118,7 +119,7 @@ class _Parser:
         """Go past the next token, which must be one of `texts` where any are given."""
         text = self.text
         if not text or (texts and text not in texts):
-            raise Unreadable(f"wanted {' or '.join(texts)}, got {text!r}")
+            raise UnreadableExpression(f"wanted {' or '.join(texts)}, got {text!r}")
         self.place += 1
         return text
 
@@ -155,7 +156,7 @@ class _Parser:
                 factors = [Operation("mod", (_product(factors), modulus))]
             elif self.starts_operand():
                 if self.kind == "number" and self.tokens[self.place - 1].kind == "number":
-                    raise Unreadable("two numbers side by side")
+                    raise UnreadableExpression("two numbers side by side")
                 factors.append(self.factor())
             else:
                 return _product(factors)
@@ -178,7 +179,7 @@ class _Parser:
             if self.is_sign("!"):
                 self.take()
                 if self.is_sign("!"):
-                    raise Unreadable("a double factorial")
+                    raise UnreadableExpression("a double factorial")
                 base = Operation("!", (base,))
             elif self.is_sign("%"):
                 self.take()
@@ -191,7 +192,7 @@ class _Parser:
                     base = Operation("^", (base, self.exponent()))
             else:
                 return base
-        raise Unreadable("nested too deeply")
+        raise UnreadableExpression("nested too deeply")
 
     def skip_degrees(self) -> bool:
         for pattern in (["circ"], ["{", "circ", "}"]):
@@ -233,7 +234,7 @@ class _Parser:
     def operand(self) -> Expression:
         self.depth += 1
         if self.depth > MAX_DEPTH:
-            raise Unreadable("nested too deeply")
+            raise UnreadableExpression("nested too deeply")
         operand = self.read_operand()
         self.depth -= 1
         return operand
@@ -253,7 +254,7 @@ class _Parser:
             self.take("|")
             return Operation("abs", (inside,))
         if self.kind != "command":
-            raise Unreadable(f"no operand: {self.text!r}")
+            raise UnreadableExpression(f"no operand: {self.text!r}")
         if self.text in _ROUNDED:
             return Operation(_ROUNDED[self.text], (self.bracketed(),))
         if self.text in FUNCTIONS:
@@ -263,7 +264,7 @@ class _Parser:
             above = self.argument()
             below = self.argument()
             if _starts_with_d(above) and _starts_with_d(below) and below != Variable("d"):
-                raise Unreadable("a derivative")
+                raise UnreadableExpression("a derivative")
             return Operation("*", (above, Operation("inverse", (below,))))
         if command == "binom":
             above = self.argument()
@@ -272,13 +273,13 @@ class _Parser:
             return self.root()
         if command in ("sum", "prod"):
             return self.repeated(command)
-        raise Unreadable(f"no operand: {command!r}")
+        raise UnreadableExpression(f"no operand: {command!r}")
 
     def number(self) -> Expression:
         """Read a number, or a mixed number such as 3 1/2."""
         whole = constant(self.take())
         if self.is_sign("_"):
-            raise Unreadable("a number with a subscript")
+            raise UnreadableExpression("a number with a subscript")
         if whole.step is not None or whole.value.denominator != 1:
             return whole
         ahead = self.tokens[self.place : self.place + 3]
@@ -336,7 +337,7 @@ class _Parser:
         arguments = self.arguments(name)
         if base is not None:
             if name != "log":
-                raise Unreadable(f"{name} with a subscript")
+                raise UnreadableExpression(f"{name} with a subscript")
             arguments.append(base)
         if power == Constant(Fraction(-1)) and name in _INVERTED:
             return Operation(f"arc{name}", tuple(arguments))
@@ -370,7 +371,7 @@ class _Parser:
         self.take("^")
         stop = self.argument()
         if stop == Variable("infty"):
-            raise Unreadable("a series")
+            raise UnreadableExpression("a series")
         return Operation(name, (variable, start, stop, self.product()))
 
 

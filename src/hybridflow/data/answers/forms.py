@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from hybridflow.data.answers.expressions import Expression, parse
-from hybridflow.data.answers.tokens import FUNCTIONS, GREEK, Token, Unreadable, written
+from hybridflow.data.answers.tokens import FUNCTIONS, GREEK, Token, UnreadableExpression, written
 from hybridflow.data.answers.units import Unit, split_unit
 
 MAX_ITEMS = 200
@@ -42,7 +42,7 @@ class Value:
         """The tokens as an expression, or None where they are none that is read."""
         try:
             return parse(self.tokens)
-        except Unreadable:
+        except UnreadableExpression:
             return None
 
     @property
@@ -97,14 +97,14 @@ class Grid:
 
 
 @dataclass(frozen=True)
-class Choice:
+class LetteredChoice:
     """A lettered choice with what it says: (B) 12."""
 
     letter: str
     content: Form
 
 
-Form = Value | Listing | Bracketed | SetUnion | Relation | Proportion | Grid | Choice
+Form = Value | Listing | Bracketed | SetUnion | Relation | Proportion | Grid | LetteredChoice
 
 EMPTY_SET = Bracketed("\\{", (), "\\}")
 
@@ -115,14 +115,14 @@ def read(tokens: Sequence[Token], level: int = 0) -> Form:
     """
     tokens = _trimmed(tokens)
     if level > MAX_LEVELS:
-        raise Unreadable("too many levels")
+        raise UnreadableExpression("too many levels")
     choice = _choice(tokens, level)
     if choice is not None:
         return choice
     for separators in ((";", "\\\\"), (",",)):
         parts = [part for part in split(tokens, separators)[0] if part]
         if len(parts) > MAX_ITEMS:
-            raise Unreadable("too many items")
+            raise UnreadableExpression("too many items")
         if len(parts) > 1:
             return Listing(tuple(read(each, level + 1) for part in parts for each in both_signs(part)))
     if len(variants := both_signs(tokens)) > 1:
@@ -173,7 +173,7 @@ def split(
             continue
         parts[-1].append(token)
     if depth:
-        raise Unreadable("brackets without a match")
+        raise UnreadableExpression("brackets without a match")
     return parts, found
 
 
@@ -209,7 +209,7 @@ def _trimmed(tokens: Sequence[Token]) -> list[Token]:
             break
         trimmed = trimmed[1:-1]
     if not trimmed:
-        raise Unreadable("nothing")
+        raise UnreadableExpression("nothing")
     if trimmed[0].text == "]" and trimmed[-1].text == "[":  # an open interval, as it is written in France
         return [Token("sign", "("), *trimmed[1:-1], Token("sign", ")")]
     if trimmed[0].kind == "begin" and trimmed[0].text in _LINES and trimmed[-1].kind == "end":
@@ -230,13 +230,13 @@ def _match(tokens: Sequence[Token]) -> int:
     return -1
 
 
-def _choice(tokens: list[Token], level: int) -> Choice | None:
+def _choice(tokens: list[Token], level: int) -> LetteredChoice | None:
     r"""Read `\text{(B)} 12`, the letter of a choice with its content."""
     if len(tokens) < 4 or [tokens[0].text, tokens[2].text] != ["(", ")"]:
         return None
     if tokens[1].kind != "word" or len(tokens[1].text) > 1:
         return None
-    return Choice(tokens[1].text.casefold(), read(tokens[3:], level + 1))
+    return LetteredChoice(tokens[1].text.casefold(), read(tokens[3:], level + 1))
 
 
 def _bracketed(tokens: list[Token], level: int) -> Form | None:
@@ -255,7 +255,7 @@ def _bracketed(tokens: list[Token], level: int) -> Form | None:
         rows = [row for row in split(tokens[1:-1], ("\\\\",))[0] if row]
         cells = [split(row, ("&",))[0] for row in rows]
         if not 0 < sum(map(len, cells)) <= MAX_ITEMS:
-            raise Unreadable("no cells, or too many")
+            raise UnreadableExpression("no cells, or too many")
         if first.text == "cases" and all(len(row) == 1 for row in cells):
             return Listing(tuple(read(row[0], level + 1) for row in cells))
         return Grid(tuple(tuple(read(cell, level + 1) for cell in row if cell) for row in cells))
@@ -266,7 +266,7 @@ def _bracketed(tokens: list[Token], level: int) -> Form | None:
         return None
     parts = [part for part in split(inside, (",", ";"))[0] if part]
     if len(parts) > MAX_ITEMS or not parts:
-        raise Unreadable("brackets around nothing, or around too much")
+        raise UnreadableExpression("brackets around nothing, or around too much")
     if len(parts) == 1 and (first.text == "(" or any(token.kind == "begin" for token in inside)):
         return read(inside, level + 1)
     ends = {"langle": "(", "rangle": ")"}
@@ -282,7 +282,7 @@ def _set(inside: list[Token], level: int) -> Form:
             return read(parts[1], level + 1)
     parts = [part for part in split(inside, (",", ";"))[0] if part]
     if len(parts) > MAX_ITEMS:
-        raise Unreadable("too many items")
+        raise UnreadableExpression("too many items")
     items = tuple(read(each, level + 1) for part in parts for each in both_signs(part))
     return Bracketed("\\{", items, "\\}")
 

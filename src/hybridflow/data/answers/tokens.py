@@ -18,7 +18,7 @@ MAX_LENGTH = 4000
 """Characters of an answer that is read. A longer one is compared as text only."""
 
 
-class Unreadable(ValueError):
+class UnreadableExpression(ValueError):
     """The text is no expression of the kind that is read here."""
 
 
@@ -200,7 +200,7 @@ def tokens_of(text: str, units: frozenset[str], *, thousands: bool = True) -> li
     """
     text = unicodedata.normalize("NFKC", text.translate(_TRANSLATION)).strip()
     if len(text) > MAX_LENGTH:  # one character may expand to many
-        raise Unreadable("too long")
+        raise UnreadableExpression("too long")
     text = _INCHES.sub(" inches", _BOLD.sub("", text.strip("`")))
     if "\\begin" not in text:
         text = _DOUBLED.sub(r"\\", text)

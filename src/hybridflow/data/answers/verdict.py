@@ -15,9 +15,9 @@ from hybridflow.data.answers.equal import fraction_of, letters_of, proportional,
 from hybridflow.data.answers.expressions import Constant, Expression, Operation, Variable, negated, parse
 from hybridflow.data.answers.forms import (
     Bracketed,
-    Choice,
     Form,
     Grid,
+    LetteredChoice,
     Listing,
     Proportion,
     Relation,
@@ -28,7 +28,14 @@ from hybridflow.data.answers.forms import (
     value_of,
 )
 from hybridflow.data.answers.stated import last_boxed
-from hybridflow.data.answers.tokens import MAX_LENGTH, THOUSANDS, Token, Unreadable, tokens_of, written
+from hybridflow.data.answers.tokens import (
+    MAX_LENGTH,
+    THOUSANDS,
+    Token,
+    UnreadableExpression,
+    tokens_of,
+    written,
+)
 from hybridflow.data.answers.units import SHORT_UNITS, Unit
 from hybridflow.data.answers.values import step_of
 
@@ -94,7 +101,7 @@ def _spelled(form: Form) -> str:
             return ":".join(map(written, parts))
         case Grid(rows):
             return "; ".join(", ".join(map(_spelled, row)) for row in rows)
-        case Choice(letter, _):
+        case LetteredChoice(letter, _):
             return letter
         case SetUnion(items) | Listing(items):
             return ", ".join(sorted(map(_spelled, items)))
@@ -118,7 +125,7 @@ def _forms(text: str) -> list[Form]:
     for thousands in readings:
         try:
             forms.append(read(tokens_of(text, SHORT_UNITS, thousands=thousands)))
-        except Unreadable:
+        except UnreadableExpression:
             continue
     return forms
 
@@ -135,18 +142,18 @@ def _is_unclear(form: Form) -> bool:
             return any(map(_is_unclear, items))
         case Grid(rows):
             return any(_is_unclear(cell) for row in rows for cell in row)
-        case Choice(_, content):
+        case LetteredChoice(_, content):
             return _is_unclear(content)
 
 
 def _same(truth: Form, answer: Form) -> bool:
     """Whether two forms are the same answer. The truth decides where the two sides differ in form."""
     match truth, answer:
-        case Choice(letter, content), Choice(other, said):
+        case LetteredChoice(letter, content), LetteredChoice(other, said):
             return letter == other and _same(content, said)
-        case Choice(letter, content), _:  # the letter, or the text of that choice
+        case LetteredChoice(letter, content), _:  # the letter, or the text of that choice
             return _is_letter(answer, letter) or _same(content, answer)
-        case _, Choice(letter, content):
+        case _, LetteredChoice(letter, content):
             return _is_letter(truth, letter) or _same(truth, content)
         case Relation() as wanted, Relation() as given:
             return _same_relations(wanted, given)
@@ -357,7 +364,7 @@ def _parts(form: Form) -> tuple[str, tuple[Form, ...]] | None:
         case Relation(signs, sides) if set(signs) <= {"=", "in"} and is_name(sides[0]):
             try:
                 inner = _parts(read(sides[-1]))
-            except Unreadable:
+            except UnreadableExpression:
                 return None
             return inner and (_label(sides[0]), inner[1])
         case Relation():
@@ -394,7 +401,7 @@ def _interval(form: Form) -> tuple[str, Form] | None:
     brackets = {"<": "()", "le": "[]"}
     try:
         ends = (read(sides[0]), read(sides[2]))
-    except Unreadable:
+    except UnreadableExpression:
         return None
     return _label(sides[1]), Bracketed(brackets[signs[0]][0], ends, brackets[signs[1]][1])
 
@@ -432,7 +439,7 @@ def _stated(relation: Relation, *, sums: bool) -> list[Form]:
         if relation.signs[-1] != "approx" or is_name(sides[-2]):
             return [last]
         exact = read(sides[-2])
-    except Unreadable:
+    except UnreadableExpression:
         return []
     if _rounds(last, exact):
         return [exact, last]
@@ -443,7 +450,7 @@ def _are_equal(sides: list[tuple[Token, ...]], signs: tuple[str, ...]) -> bool:
     r"""Whether all sides before the first \approx are equal, as in 2 + 3 = 5 and x^2 - 1 = (x - 1)(x + 1)."""
     try:
         expressions = [parse(side) for side in sides]
-    except Unreadable:
+    except UnreadableExpression:
         return False
     exact = [expressions[0]]
     for sign, expression in zip(signs, expressions[1:]):
@@ -506,7 +513,7 @@ def _difference(relation: Relation) -> Expression | None:
         return None
     try:
         left, right = [parse(side) for side in relation.sides]
-    except Unreadable:
+    except UnreadableExpression:
         return None
     return Operation("+", (right, negated(left)))
 
@@ -533,7 +540,7 @@ def _same_proportions(truth: Proportion, answer: Proportion) -> bool:
     try:
         wanted = [parse(part) for part in truth.parts]
         given = [parse(part) for part in answer.parts]
-    except Unreadable:
+    except UnreadableExpression:
         return False
     return all(
         same_value(Operation("*", (wanted[0], b)), Operation("*", (given[0], a)))
@@ -547,7 +554,7 @@ def _is_quotient(value: Value, ratio: Proportion) -> bool:
         return False
     try:
         above, below = [parse(part) for part in ratio.parts]
-    except Unreadable:
+    except UnreadableExpression:
         return False
     return same_value(Operation("*", (above, Operation("inverse", (below,)))), value.expression)
 

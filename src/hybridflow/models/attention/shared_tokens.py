@@ -50,7 +50,7 @@ class SharedTokens:
 
     def spread(self, tokens: Tensor, index: Tensor) -> Tensor:
         """Gather tokens [N, ...] at `index` [P] -> [P, ...]; places that do not count give no gradient."""
-        spread: Tensor = _Spread.apply(tokens, index, self)  # type: ignore[no-untyped-call]
+        spread: Tensor = _SpreadTokens.apply(tokens, index, self)  # type: ignore[no-untyped-call]
         return spread
 
     def sum(self, places: Tensor, num_tokens: int) -> Tensor:
@@ -64,7 +64,7 @@ class SharedTokens:
         return total
 
 
-class _Spread(torch.autograd.Function):
+class _SpreadTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tokens: Tensor, index: Tensor, shared: SharedTokens) -> Tensor:
         ctx.shared = shared

@@ -145,22 +145,22 @@ def varied_tokens(row: int, length: int, vocabulary: int) -> list[int]:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _ProbeRow:
     """Token ids, [length] int64 on the model's device, and the media among them."""
 
     ids: Tensor
     media: tuple[Medium, ...] = ()
 
-    def first(self, count: int) -> _Row:
+    def first(self, count: int) -> _ProbeRow:
         """Return the row's first tokens."""
-        return _Row(self.ids[:count], self.media)
+        return _ProbeRow(self.ids[:count], self.media)
 
 
-def _rows(policy: PolicyModel) -> list[_Row]:
+def _rows(policy: PolicyModel) -> list[_ProbeRow]:
     """Return rows of different lengths; the second has a picture, where the model reads pictures."""
     vocabulary = policy.head.weight.shape[0]
     rows = [
-        _Row(torch.tensor(varied_tokens(row, length, vocabulary), device=policy.device))
+        _ProbeRow(torch.tensor(varied_tokens(row, length, vocabulary), device=policy.device))
         for row, length in enumerate(_LENGTHS)
     ]
     if policy.vision is not None:
@@ -168,11 +168,11 @@ def _rows(policy: PolicyModel) -> list[_Row]:
         text = rows[1].ids
         text = torch.where(torch.isin(text, text.new_tensor(placeholder_ids(policy.config))), 0, text)
         picture = text.new_full((medium.length,), policy.vision.placeholder)
-        rows[1] = _Row(torch.cat([text[:2], picture, text[2:]]), (medium,))
+        rows[1] = _ProbeRow(torch.cat([text[:2], picture, text[2:]]), (medium,))
     return rows
 
 
-def _hidden(policy: PolicyModel, rows: Sequence[_Row], layout: Layout) -> Tensor:
+def _hidden(policy: PolicyModel, rows: Sequence[_ProbeRow], layout: Layout) -> Tensor:
     """Return last hidden states [1, N, H] of packed rows."""
     starts = [0, *accumulate(len(row.ids) for row in rows)]
     media = [
@@ -189,7 +189,7 @@ def _hidden(policy: PolicyModel, rows: Sequence[_Row], layout: Layout) -> Tensor
 
 
 def _packed(
-    policy: PolicyModel, rows: list[_Row], kernels: dict[str, list[int]] | None = None
+    policy: PolicyModel, rows: list[_ProbeRow], kernels: dict[str, list[int]] | None = None
 ) -> list[Tensor]:
     """Return packed log-probs [length, V] of each row; ModelError if a layer avoids our attention.
 
@@ -222,7 +222,7 @@ def _ranges(numbers: list[int]) -> str:
     return ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
-def _cached(policy: PolicyModel, rows: list[_Row]) -> list[Tensor]:
+def _cached(policy: PolicyModel, rows: list[_ProbeRow]) -> list[Tensor]:
     """Return log-probs [V] after each row, whose last token is decoded over cached keys and values."""
     prompts = [row.first(len(row.ids) - 1) for row in rows]
     lengths = [len(row.ids) for row in prompts]
@@ -237,7 +237,7 @@ def _cached(policy: PolicyModel, rows: list[_Row]) -> list[Tensor]:
     return list(policy.logits(hidden)[:, 0].log_softmax(-1))
 
 
-def _alone(policy: PolicyModel, rows: list[_Row]) -> list[Tensor]:
+def _alone(policy: PolicyModel, rows: list[_ProbeRow]) -> list[Tensor]:
     """Return log-probs [length, V] of each row, run alone with transformers' eager attention."""
     choose_attention(policy.hf, "eager")
     try:
@@ -250,7 +250,7 @@ def _alone(policy: PolicyModel, rows: list[_Row]) -> list[Tensor]:
     return [x.to(torch.promote_types(x.dtype, torch.float32)).log_softmax(-1) for x in logits]
 
 
-def _pictures(policy: PolicyModel, row: _Row) -> dict[str, Tensor]:
+def _pictures(policy: PolicyModel, row: _ProbeRow) -> dict[str, Tensor]:
     """Return the arguments by which transformers reads the picture of a row."""
     if policy.vision is None or not row.media:
         return {}

@@ -33,7 +33,7 @@ QUERIES = 512
 
 
 @dataclass(frozen=True)
-class Piece:
+class RingPiece:
     """Tokens of one row: queries of this rank's part, and keys of the part that a round brings."""
 
     queries: slice
@@ -64,7 +64,7 @@ class RingLayout:
         return out.transpose(0, 1)[None]
 
 
-def _pieces(rows: Sequence[tuple[int, int]], mine: int, other: int, part: int) -> Iterator[Piece]:
+def _pieces(rows: Sequence[tuple[int, int]], mine: int, other: int, part: int) -> Iterator[RingPiece]:
     """Yield the pieces of rows that have queries in part `mine` and keys in part `other`, none for others."""
     if other < 0:  # what has gone round past the first rank comes after all queries
         return
@@ -73,7 +73,7 @@ def _pieces(rows: Sequence[tuple[int, int]], mine: int, other: int, part: int) -
         keys = _within(start, end, other * part, part)
         if queries.start < queries.stop and keys.start < keys.stop:
             ahead = mine * part + queries.start - other * part - keys.start
-            yield Piece(queries, keys, ahead)
+            yield RingPiece(queries, keys, ahead)
 
 
 def _within(start: int, end: int, first: int, part: int) -> slice:
@@ -176,12 +176,12 @@ class _Ring(torch.autograd.Function):
 class Block:
     """Some queries of a piece with the keys that they may see, and which of these are hidden from some."""
 
-    piece: Piece
+    piece: RingPiece
     window: int | None
     masked: bool
 
 
-def _blocks(pieces: Sequence[Piece], window: int | None) -> Iterator[Block]:
+def _blocks(pieces: Sequence[RingPiece], window: int | None) -> Iterator[Block]:
     """Cut pieces into blocks of at most QUERIES queries, without keys that none of them sees."""
     for piece in pieces:
         for start in range(piece.queries.start, piece.queries.stop, QUERIES):
@@ -196,7 +196,7 @@ def _blocks(pieces: Sequence[Piece], window: int | None) -> Iterator[Block]:
                 continue
             keys = slice(piece.keys.start + first_key, piece.keys.start + num_keys)
             masked = num_keys > ahead + 1 or (window is not None and last - first_key >= window)
-            yield Block(Piece(slice(start, stop), keys, ahead - first_key), window, masked)
+            yield Block(RingPiece(slice(start, stop), keys, ahead - first_key), window, masked)
 
 
 def _scores(query: Tensor, key: Tensor, block: Block, how: Scores) -> tuple[Tensor, Tensor | float]:

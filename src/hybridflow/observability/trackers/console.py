@@ -25,7 +25,7 @@ from hybridflow.observability.progress import progress as shared_progress
 from hybridflow.observability.trackers.base import Outcome, RunInfo, SampleRow, Tracker
 
 
-class Field(NamedTuple):
+class ShownField(NamedTuple):
     label: str
     names: tuple[str, ...]
     """Metrics, of which the first that the step has is shown."""
@@ -46,17 +46,17 @@ def _quantity(value: float) -> str:
 
 
 FIELDS = (
-    Field("loss", ("train/loss",), "{:.4f}".format, 9),
-    Field("accuracy", ("train/accuracy",), "{:.3f}".format, 8),
-    Field("reward", ("critic/rewards/mean", "critic/score/mean"), "{:+.3f}".format, 9),
-    Field("kl", ("actor/kl_loss", "actor/reward_kl_penalty"), "{:.4f}".format, 2),
-    Field("ppo_kl", ("actor/ppo_kl",), "{:.4f}".format, 1),
-    Field("entropy", ("actor/entropy",), "{:.3f}".format, 4),
-    Field("length", ("response_length/mean",), "{:.1f}".format, 5),
-    Field("tok/s", ("perf/throughput",), _quantity, 3),
-    Field("time", ("timing_s/step", "perf/time_per_step"), duration, 6),
+    ShownField("loss", ("train/loss",), "{:.4f}".format, 9),
+    ShownField("accuracy", ("train/accuracy",), "{:.3f}".format, 8),
+    ShownField("reward", ("critic/rewards/mean", "critic/score/mean"), "{:+.3f}".format, 9),
+    ShownField("kl", ("actor/kl_loss", "actor/reward_kl_penalty"), "{:.4f}".format, 2),
+    ShownField("ppo_kl", ("actor/ppo_kl",), "{:.4f}".format, 1),
+    ShownField("entropy", ("actor/entropy",), "{:.3f}".format, 4),
+    ShownField("length", ("response_length/mean",), "{:.1f}".format, 5),
+    ShownField("tok/s", ("perf/throughput",), _quantity, 3),
+    ShownField("time", ("timing_s/step", "perf/time_per_step"), duration, 6),
 )
-_LEFT = Field("left", (), duration, 7)
+_LEFT = ShownField("left", (), duration, 7)
 VALIDATION = re.compile(r"^val[^/]*/")
 _VARIANT = re.compile(r"^(?:(?P<source>.+)/)?(?P<key>[^/]+)/(?P<variant>(?:mean|best|maj|worst|std)@.*)$")
 _QUIET_SECONDS = 2.0  # between two lines where no terminal is attached
@@ -112,7 +112,7 @@ class ConsoleTracker(Tracker):
             line = self._joined(fields, step)
         return line
 
-    def _joined(self, fields: Sequence[tuple[Field, float]], step: int) -> Text:
+    def _joined(self, fields: Sequence[tuple[ShownField, float]], step: int) -> Text:
         line = Text()
         total = f"/{self._total}" if self._total else ""
         line.append(f"step {step:>{len(str(self._total or 0))}}{total}", style="bold")

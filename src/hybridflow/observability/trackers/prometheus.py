@@ -146,7 +146,7 @@ def _server(host: str, port: int, page: Callable[[], bytes]) -> ThreadingHTTPSer
     The library's own server has OpenMetrics too, where it writes `vllm:x` as `vllm_x`, which no board finds.
     """
 
-    class Handler(BaseHTTPRequestHandler):
+    class MetricsHandler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             body = page()
             self.send_response(200)
@@ -160,11 +160,11 @@ def _server(host: str, port: int, page: Callable[[], bytes]) -> ThreadingHTTPSer
 
     found: Any = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
 
-    class Server(ThreadingHTTPServer):
+    class MetricsServer(ThreadingHTTPServer):
         address_family = found[0]
         daemon_threads = True
 
-    return Server(found[4][:2], Handler)
+    return MetricsServer(found[4][:2], MetricsHandler)
 
 
 def _configuration(file: Path) -> dict[str, Any]:

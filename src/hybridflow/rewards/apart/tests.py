@@ -51,7 +51,7 @@ STOPS = (StopIteration, StopAsyncIteration, GeneratorExit)
 
 
 @dataclass
-class Facts:
+class ObjectFacts:
     """Facts about an object of the solution.
 
     `standing` is `built` for what the tests have made by calling a class, whose name has a capital;
@@ -72,9 +72,9 @@ class Handle:
     """An object in the process of the solution."""
 
     __slots__ = ("_facts_of_handle",)
-    _facts_of_handle: Facts
+    _facts_of_handle: ObjectFacts
 
-    def __init__(self, facts: Facts) -> None:
+    def __init__(self, facts: ObjectFacts) -> None:
         object.__setattr__(self, "_facts_of_handle", facts)
 
     @property  # type: ignore[misc]
@@ -289,7 +289,9 @@ class Peer:
         except OSError:
             os._exit(1)
 
-    def ask(self, what: str, facts: Facts | None, positional: Any = (), named: Any = (), **more: Any) -> Any:
+    def ask(
+        self, what: str, facts: ObjectFacts | None, positional: Any = (), named: Any = (), **more: Any
+    ) -> Any:
         """Return the answer of the solution to a request, or raise its exception.
 
         Where the solution has ended this process ends too: no test takes that for an exception.
@@ -338,7 +340,7 @@ class Peer:
     def pickled(self, value: Any) -> dict[str, Any]:
         """Return a value as the process of the solution reads it."""
         out = io.BytesIO()
-        pickler = _Pickler(out, self)
+        pickler = _TestPickler(out, self)
         pickler.dump(value)
         return {"arguments": base64.b64encode(out.getvalue()).decode(), "classes": pickler.classes}
 
@@ -352,7 +354,7 @@ class Peer:
         facts = handle._facts_of_handle
         key = (facts.number, standing, name)
         if key not in self.handles:
-            changed = Facts(facts.number, facts.module, facts.kind, standing, name, made_by)
+            changed = ObjectFacts(facts.number, facts.module, facts.kind, standing, name, made_by)
             self.handles[key] = type(handle)(changed)
         return self.handles[key]
 
@@ -364,16 +366,16 @@ class Peer:
             self.types[known] = type(str(kind), (Handle,), {**own, "__slots__": (), "__module__": module})
         key = (int(number), "returned", "")
         if key not in self.handles:
-            self.handles[key] = self.types[known](Facts(int(number), module, kind))
+            self.handles[key] = self.types[known](ObjectFacts(int(number), module, kind))
         return self.handles[key]
 
     def _coroutine(self, number: int) -> Any:
         async def wait() -> Any:
-            return self.ask("await", Facts(number, "builtins", "coroutine"))
+            return self.ask("await", ObjectFacts(number, "builtins", "coroutine"))
 
         return wait()
 
-    def class_of(self, facts: Facts) -> type:
+    def class_of(self, facts: ObjectFacts) -> type:
         """Return the class that stands here for the class of an object."""
         if facts.module == "builtins" and facts.kind in _BUILT_IN:
             return _BUILT_IN[facts.kind]
@@ -414,7 +416,7 @@ class Peer:
         return error
 
 
-class _Pickler(pickle.Pickler):
+class _TestPickler(pickle.Pickler):
     """Writes what the tests give: their functions, and iterators, stay here and have a number."""
 
     def __init__(self, out: io.BytesIO, peer: Peer) -> None:

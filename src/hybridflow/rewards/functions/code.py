@@ -9,7 +9,7 @@ from typing import Any
 
 from hybridflow.errors import RewardError
 from hybridflow.rewards.result import required
-from hybridflow.rewards.run_programs import FAILED, Runner
+from hybridflow.rewards.run_programs import FAILED, ProgramRunner
 from hybridflow.rewards.test_cases import programs_of, solution_of
 
 
@@ -20,7 +20,7 @@ def compute_score(
     *,
     continuous: bool = True,
     max_cases: int = 10,
-    runner: Runner | None = None,
+    runner: ProgramRunner | None = None,
 ) -> dict[str, Any]:
     """Return the share of the first `max_cases` cases that pass; if not `continuous`, 1.0 for all, else 0.0.
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from hybridflow.data.plugin import load_object
 from hybridflow.errors import ConfigError, RewardError
-from hybridflow.tools.http_post import Limit, ask_model
+from hybridflow.tools.http_post import OpenRequests, ask_model
 
 TEMPLATE = """\
 Question:
@@ -124,8 +124,8 @@ def prompt_of(template: str) -> str:
 
 
 @functools.cache
-def _limit(number: int) -> Limit:
-    return Limit(number)
+def _limit(number: int) -> OpenRequests:
+    return OpenRequests(number)
 
 
 @functools.cache

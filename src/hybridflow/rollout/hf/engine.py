@@ -42,7 +42,7 @@ from hybridflow.models.attention.rope import longest_generated
 from hybridflow.models.files.probe import difference, probe_tolerance
 from hybridflow.protocol.prompt import token_ids_of
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput, WeightSource
-from hybridflow.rollout.hf.row import Row
+from hybridflow.rollout.hf.row import HFRow
 from hybridflow.rollout.memory import give_back
 from hybridflow.rollout.native.responses import Decode, StopTexts
 from hybridflow.rollout.native.sampling import sampling_problem
@@ -62,7 +62,7 @@ class Batch(LogitsProcessor):
     """The rows of one `generate`; `abort` may come from another thread."""
 
     def __init__(
-        self, rows: Sequence[Row], *, version: Callable[[], int], texts: StopTexts | None, filler: int
+        self, rows: Sequence[HFRow], *, version: Callable[[], int], texts: StopTexts | None, filler: int
     ) -> None:
         self.rows = rows
         self._version = version
@@ -84,7 +84,7 @@ class Batch(LogitsProcessor):
                 tokens[going] = torch.tensor(chosen, device=scores.device)
         return torch.full_like(scores, float("-inf")).scatter_(1, tokens[:, None], 0.0)
 
-    def abort(self, request_ids: set[int]) -> list[Row]:
+    def abort(self, request_ids: set[int]) -> list[HFRow]:
         """End these rows before their next token and return them; rows that have finished are left alone."""
         with self._lock:
             running = [row for row in self.rows if row.finish_reason is None]
@@ -183,7 +183,7 @@ class HFEngine(SessionEngine):
         size = 1
         if self._batches:
             size = self.max_num_seqs
-        rows = [Row(request, self._ends(request)) for request in waiting[:size]]
+        rows = [HFRow(request, self._ends(request)) for request in waiting[:size]]
         filler = getattr(self.model.generation_config, "pad_token_id", None)
         if not isinstance(filler, int):
             filler = 0

@@ -29,7 +29,7 @@ SEED_BITS = (1 << 63) - 1
 
 
 @dataclass
-class Row:
+class HFRow:
     """One request and its response so far."""
 
     request: GenerationRequest
@@ -108,7 +108,7 @@ class Row:
         )
 
 
-def changed_logits(logits: Tensor, row: Row) -> Tensor:
+def changed_logits(logits: Tensor, row: HFRow) -> Tensor:
     """Return the logits [V] after bias, repetition penalty and `min_tokens`."""
     sampling = row.request.sampling
     changed = logits.clone()
@@ -143,7 +143,7 @@ def kept_weights(scaled: Tensor, sampling: SamplingParams) -> Tensor:
     return weights
 
 
-def uniform_of(row: Row, logits: Tensor) -> Tensor:
+def uniform_of(row: HFRow, logits: Tensor) -> Tensor:
     """Return the random number [1] in [0, 1) for the row's next token, by its seed and number of tokens."""
     key = stream_keys(torch.tensor([row.request.seed & SEED_BITS], device=logits.device))
     number: Tensor = uniforms(key, torch.tensor([len(row.tokens)], device=logits.device), logits.dtype)

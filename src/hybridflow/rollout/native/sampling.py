@@ -152,7 +152,7 @@ class RowSettings(NamedTuple):
         return RowSettings(uniform, *(column[rows] for column in self[1:]))
 
 
-class Sampled(NamedTuple):
+class ChosenTokens(NamedTuple):
     """Chosen tokens, [B] each."""
 
     tokens: Tensor
@@ -187,7 +187,7 @@ def sample(
     edit: Edit | None = None,
     *,
     ahead: bool = False,
-) -> Sampled:
+) -> ChosenTokens:
     """Sample one token for each row of logits [B, V], float32 or float64.
 
     Log-probs are log softmax(logits / temperature): what training computes, whatever `edit`, min-p, top-k and
@@ -204,12 +204,12 @@ def sample(
     chosen = [_sample(logits[rows], plan, settings.part(rows), edit, rows, ahead) for rows in parts]
     tokens, log_probs, normalizer, short = zip(*chosen)
     joined = None if short[0] is None else torch.cat(short)
-    return Sampled(torch.cat(tokens), torch.cat(log_probs), torch.cat(normalizer), joined)
+    return ChosenTokens(torch.cat(tokens), torch.cat(log_probs), torch.cat(normalizer), joined)
 
 
 def _sample(
     logits: Tensor, plan: SamplingPlan, settings: RowSettings, edit: Edit | None, rows: slice, ahead: bool
-) -> Sampled:
+) -> ChosenTokens:
     by_temperature = plan.any(TEMPERATURE)
     scaled = logits
     if by_temperature:
@@ -256,8 +256,8 @@ def _sample(
     chosen = scaled.gather(-1, tokens[:, None])[:, 0]
     if normalizer is None:
         log_probs = probabilities.gather(-1, tokens[:, None])[:, 0].log_()
-        return Sampled(tokens, log_probs, chosen - log_probs, short)
-    return Sampled(tokens, chosen - normalizer, normalizer, short)
+        return ChosenTokens(tokens, log_probs, chosen - log_probs, short)
+    return ChosenTokens(tokens, chosen - normalizer, normalizer, short)
 
 
 def _has_bits_of_training(device: torch.device) -> bool:

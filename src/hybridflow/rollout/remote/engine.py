@@ -2,8 +2,8 @@
 as the native engine.
 
 requests ──check──► errors (that request only)
-    └──► Runner ──pieces──► rows ──► outputs, as they finish; those that were not done when the engine died:
-    errors that name it
+    └──► EngineRunner ──pieces──► rows ──► outputs, as they finish; those that were not done when the engine
+    died: errors that name it
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from hybridflow.rollout.base import (
     RolloutStats,
     TopTokens,
 )
-from hybridflow.rollout.remote.runner import EngineDied, Piece, Runner, Submission
+from hybridflow.rollout.remote.runner import EngineDied, EngineRunner, ResponsePiece, Submission
 from hybridflow.rollout.session_engine import (
     SessionEngine,
     check_ids,
@@ -43,14 +43,19 @@ PARTS = ("weights", "kv_cache")
 
 
 class PushedEngine(SessionEngine):
-    """A `RolloutEngine` over a `Runner`; a subclass translates requests for its engine.
+    """A `RolloutEngine` over an `EngineRunner`; a subclass translates requests for its engine.
 
     Its weights come by `update_weights` only; before the first push it refuses to generate. `frees_cache`:
     `sleep` gives memory back (`rollout.free_cache_engine`). `texts`: the engine has a tokenizer.
     """
 
     def __init__(
-        self, runner: Runner, *, eos_token_ids: Sequence[int], frees_cache: bool = True, texts: bool = True
+        self,
+        runner: EngineRunner,
+        *,
+        eos_token_ids: Sequence[int],
+        frees_cache: bool = True,
+        texts: bool = True,
     ) -> None:
         super().__init__()
         self.runner = runner
@@ -169,7 +174,7 @@ class PushedEngine(SessionEngine):
 
 
 @dataclass
-class _Row:
+class _ResponseRow:
     """A response so far, of which the request itself has what was begun."""
 
     request: GenerationRequest
@@ -178,7 +183,7 @@ class _Row:
     log_probs: list[float] = field(default_factory=list)
     top: list[TopTokens] = field(default_factory=list)
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: ResponsePiece) -> None:
         self.token_ids.extend(piece.token_ids)
         self.log_probs.extend(piece.log_probs)
         wanted = self.request.sampling.top_log_probs  # an engine may give the sampled token beside them
@@ -201,11 +206,11 @@ class _Row:
 
 @dataclass(eq=False)
 class PushedSession:
-    """An `EngineSession` over a `Runner`. The engine's process is asked for its version when a request joins
-    and none runs; while requests run, no weights are pushed.
+    """An `EngineSession` over an `EngineRunner`. The engine's process is asked for its version when a request
+    joins and none runs; while requests run, no weights are pushed.
     """
 
-    runner: Runner
+    runner: EngineRunner
     stats: RolloutStats
     problem: Callable[[GenerationRequest], str | None]
     submission: Callable[[GenerationRequest], Submission]
@@ -213,7 +218,7 @@ class PushedSession:
     closed: Callable[[], None]
 
     def __post_init__(self) -> None:
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, _ResponseRow] = {}
         self._version = NOTHING
 
     @property
@@ -247,7 +252,7 @@ class PushedSession:
                 "come first"
             )
         good, outputs = sort_out(requests, self.problem)
-        self._rows |= {request.request_id: _Row(request, self._version) for request in good}
+        self._rows |= {request.request_id: _ResponseRow(request, self._version) for request in good}
         self.stats.prefill_tokens += sum(len(context) for context in {one.context for one in good})
         self.stats.max_rows = max(self.stats.max_rows, len(self._rows))
         try:

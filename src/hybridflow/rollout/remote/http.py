@@ -33,7 +33,7 @@ class Refused(RolloutError):
     """The server refused the request."""
 
 
-class Call(http.client.HTTPConnection):
+class HttpCall(http.client.HTTPConnection):
     """A call whose answer is read by one thread and may be cut off by another."""
 
     _socket: socket.socket | None = None
@@ -100,9 +100,11 @@ class Address:
             raise Refused(f"{self.url}{path} answered {response.status}: {said(data)}")
         return data
 
-    def begin(self, path: str, body: dict[str, Any] | None, *, timeout: float, method: str = "POST") -> Call:
+    def begin(
+        self, path: str, body: dict[str, Any] | None, *, timeout: float, method: str = "POST"
+    ) -> HttpCall:
         """Begin a call whose answer is read piece by piece; raises ServerGone."""
-        connection = Call(self.host, self.port, timeout=timeout)
+        connection = HttpCall(self.host, self.port, timeout=timeout)
         data = None if body is None else json.dumps(body)
         try:
             connection.request(method, path, data, {"Content-Type": "application/json"})

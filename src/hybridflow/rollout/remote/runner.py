@@ -15,7 +15,7 @@ class EngineDied(RolloutError):
 
 
 @dataclass
-class Piece:
+class ResponsePiece:
     """The new part of one response."""
 
     request_id: int
@@ -29,7 +29,7 @@ class Piece:
     error: str | None = None
 
     @classmethod
-    def failed(cls, request_id: int, error: str) -> Piece:
+    def failed(cls, request_id: int, error: str) -> ResponsePiece:
         """Return the end of a response that failed."""
         return cls(request_id, finish="error", error=error)
 
@@ -44,7 +44,7 @@ class Submission:
     """Sampling parameters by the engine's own names, all JSON."""
 
 
-class Runner(Protocol):
+class EngineRunner(Protocol):
     """A running engine. One thread calls it; `abort` may come from another."""
 
     @property
@@ -60,7 +60,7 @@ class Runner(Protocol):
     def start(self, submissions: Sequence[Submission]) -> None:
         """Begin these requests; raises EngineDied."""
 
-    def poll(self) -> list[Piece]:
+    def poll(self) -> list[ResponsePiece]:
         """Return the next pieces, or none after a while; raises EngineDied."""
 
     def abort(self, request_ids: Iterable[int]) -> None:

@@ -16,8 +16,8 @@ from dataclasses import KW_ONLY, dataclass
 from typing import Any, ClassVar, Self
 
 from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.rollout.remote.http import Address, Call, Refused, ServerGone, ServerProcess
-from hybridflow.rollout.remote.runner import EngineDied, Piece, Submission
+from hybridflow.rollout.remote.http import Address, HttpCall, Refused, ServerGone, ServerProcess
+from hybridflow.rollout.remote.runner import EngineDied, ResponsePiece, Submission
 from hybridflow.weight_sync.wire.channel import LOOPBACK
 from hybridflow.weight_sync.wire.receiver import Weights
 from hybridflow.weight_sync.wire.sender import CallWorkers, KeptGroup, Transport, address_towards, push
@@ -33,10 +33,10 @@ class Stream:
 
     engine: str
     request_id: int
-    call: Call
-    read: Callable[[dict[str, Any]], Piece | None]
+    call: HttpCall
+    read: Callable[[dict[str, Any]], ResponsePiece | None]
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[ResponsePiece]:
         """Yield the pieces to the last one; ServerGone where the stream ends before it."""
         try:
             for event in self.call.events():
@@ -48,7 +48,7 @@ class Stream:
                     if piece.finish is not None:
                         return
         except Refused as error:
-            yield Piece.failed(self.request_id, f"{self.engine} refused it: {error}")
+            yield ResponsePiece.failed(self.request_id, f"{self.engine} refused it: {error}")
             return
         raise ServerGone("the stream ended before the response did")
 
@@ -86,7 +86,7 @@ class Served(ABC):
 
     def __post_init__(self) -> None:
         self._pool = ThreadPoolExecutor(self.max_streams, thread_name_prefix=self.engine)
-        self._pieces: queue.SimpleQueue[tuple[_Job, Piece | ServerGone]] = queue.SimpleQueue()
+        self._pieces: queue.SimpleQueue[tuple[_Job, ResponsePiece | ServerGone]] = queue.SimpleQueue()
         self._jobs: dict[int, _Job] = {}
         self._lock = threading.Lock()
         self._death: str | None = None
@@ -138,7 +138,7 @@ class Served(ABC):
         for submission, job in zip(submissions, jobs):
             self._pool.submit(self._stream, submission, job)
 
-    def poll(self) -> list[Piece]:
+    def poll(self) -> list[ResponsePiece]:
         """Return the pieces that have come, none where another thread aborted them all; raises EngineDied."""
         try:
             found = [self._pieces.get(timeout=_POLL_S)]
@@ -148,7 +148,7 @@ class Served(ABC):
         # and not until it is empty: more may come all the time
         found += [self._pieces.get() for _ in range(self._pieces.qsize())]
         found = [(job, each) for job, each in found if self._is_wanted(job)]
-        pieces = [each for _, each in found if isinstance(each, Piece)]
+        pieces = [each for _, each in found if isinstance(each, ResponsePiece)]
         gone = [(job, each) for job, each in found if isinstance(each, ServerGone)]
         if gone and not pieces:
             raise self._died(str(gone[0][1]))
@@ -189,7 +189,7 @@ class Served(ABC):
         except ServerGone as error:
             self._pieces.put((job, error))
         except Exception as error:  # an unforeseen answer must not leave the caller waiting
-            self._pieces.put((job, Piece.failed(job.request_id, f"{type(error).__name__}: {error}")))
+            self._pieces.put((job, ResponsePiece.failed(job.request_id, f"{type(error).__name__}: {error}")))
 
     def _is_wanted(self, job: _Job) -> bool:
         with self._lock:

@@ -25,7 +25,7 @@ LEAST = -9999.0
 """Log-prob that is written for a probability of 0, as OpenAI does: JSON has no infinity."""
 
 
-class Answer(ABC):
+class AnswerWriter(ABC):
     """Writer of the answer to one job, whole or as events of a stream."""
 
     names_events: ClassVar[bool] = False
@@ -56,7 +56,7 @@ class Answer(ABC):
         return error.body
 
 
-class BlocksAnswer(Answer):
+class BlocksAnswer(AnswerWriter):
     """Answer with one response, whose texts and calls are blocks; each event has a type.
 
     A block is started, gets its text or its arguments, and is stopped.
@@ -120,7 +120,7 @@ class BlocksAnswer(Answer):
         """Yield the events that end a stream; `piece` is the last one."""
 
 
-class ChoicesAnswer(Answer):
+class ChoicesAnswer(AnswerWriter):
     """Answer with a list of choices."""
 
     prefix: ClassVar[str]

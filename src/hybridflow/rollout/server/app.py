@@ -1,7 +1,7 @@
 """The HTTP interface: the gate that every request passes before its body is read, routes, errors, streams,
 and clients that go away.
 
-request ──Gate (token, size)──► route ──Job──► JobService ──pieces──► Answer ──► JSON, or events of a stream
+request ──Gate (token, size)──► route ──Job──► JobService ──pieces──► AnswerWriter ──► JSON, or a stream
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hybridflow import __version__
-from hybridflow.rollout.server.answers import Answer, ChatAnswer, CompletionAnswer
+from hybridflow.rollout.server.answers import AnswerWriter, ChatAnswer, CompletionAnswer
 from hybridflow.rollout.server.errors import MESSAGES_PATH, ApiError, ErrorResponse
 from hybridflow.rollout.server.job import Job
 from hybridflow.rollout.server.messages import MessagesAnswer, MessagesBody
@@ -33,7 +33,7 @@ from hybridflow.rollout.server.prompts import Check, JobReaders
 from hybridflow.rollout.server.reading import Piece
 from hybridflow.rollout.server.responses import ResponsesAnswer, ResponsesBody
 from hybridflow.rollout.server.schema import ChatBody, CompletionBody
-from hybridflow.rollout.server.service import Limits, Metrics, Service
+from hybridflow.rollout.server.service import ServerCounts, ServerLimits, Service
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -54,7 +54,7 @@ class JobService(Protocol):
     """
 
     model: ServedModel
-    limits: Limits
+    limits: ServerLimits
     readers: JobReaders
 
     def check_open(self) -> None:
@@ -147,7 +147,10 @@ def build_api(service_of: Callable[[Request], JobService]) -> FastAPI:
 
 
 async def _answer(
-    service: JobService, request: Request, body: AnyBody, answer_of: Callable[[Job, ServedModel], Answer]
+    service: JobService,
+    request: Request,
+    body: AnyBody,
+    answer_of: Callable[[Job, ServedModel], AnswerWriter],
 ) -> Response:
     """Make the job of a request, generate, and answer whole or as a stream."""
 
@@ -229,7 +232,7 @@ def _model_card(model: ServedModel, started: int) -> dict[str, Any]:
 class EventStream(Response):
     """Stream of server-sent events, one for each piece. A refusal to admit the job keeps its own status."""
 
-    def __init__(self, service: JobService, job: Job, answer: Answer) -> None:
+    def __init__(self, service: JobService, job: Job, answer: AnswerWriter) -> None:
         super().__init__(
             status_code=200, media_type="text/event-stream", headers={"cache-control": "no-cache"}
         )
@@ -303,7 +306,13 @@ class Gate:
     """ASGI application around the server's own."""
 
     def __init__(
-        self, app: ASGIApp, *, token: str | None, max_body_bytes: int, metrics: Metrics, paths: Iterable[str]
+        self,
+        app: ASGIApp,
+        *,
+        token: str | None,
+        max_body_bytes: int,
+        metrics: ServerCounts,
+        paths: Iterable[str],
     ) -> None:
         self.app = app
         self.metrics = metrics

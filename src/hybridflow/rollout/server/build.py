@@ -22,7 +22,7 @@ from hybridflow.models.files.build import build_policy, generation_end_tokens, r
 from hybridflow.rollout.client import EngineReplica, LLMClient
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.rollout.server.model import ServedModel
-from hybridflow.rollout.server.service import Limits, Service
+from hybridflow.rollout.server.service import ServerLimits, Service
 from hybridflow.tools.parsers import TOOL_PARSERS, parser_of_template
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ class ServeSettings:
     """Name of the parser of tool calls; None: found by the chat template."""
     chat_template: Path | None = None
     trust_remote_code: bool = False
-    limits: Limits = field(default_factory=Limits)
+    limits: ServerLimits = field(default_factory=ServerLimits)
 
 
 def build_service(settings: ServeSettings) -> Service:

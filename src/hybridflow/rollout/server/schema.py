@@ -178,7 +178,7 @@ class Function(StrictBody):
     strict: bool | None = None
 
 
-class Tool(StrictBody):
+class ToolBody(StrictBody):
     """A tool that the model may use."""
 
     type: Literal["function"]
@@ -205,7 +205,7 @@ class ChatBody(SamplingBody):
     max_completion_tokens: int | None = Field(None, ge=1, le=MAX_NUMBER)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=20)
-    tools: Annotated[list[Tool], FailFast()] | None = Field(None, max_length=MAX_ENTRIES)
+    tools: Annotated[list[ToolBody], FailFast()] | None = Field(None, max_length=MAX_ENTRIES)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     response_format: dict[str, Any] | None = None

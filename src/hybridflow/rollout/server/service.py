@@ -41,7 +41,7 @@ SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 
 
 
 @dataclass(frozen=True)
-class Limits:
+class ServerLimits:
     """Limits of a server."""
 
     max_queue: int = 4096
@@ -57,11 +57,11 @@ class Limits:
 class Service:
     """Service of one model, for one event loop."""
 
-    def __init__(self, client: LLMClient, model: ServedModel, limits: Limits) -> None:
+    def __init__(self, client: LLMClient, model: ServedModel, limits: ServerLimits) -> None:
         self.client = client
         self.model = model
         self.limits = limits
-        self.metrics = Metrics(model.name)
+        self.metrics = ServerCounts(model.name)
         self.readers = JobReaders(limits.max_queue, self.check_open)
         self.draining = False
         """Whether the server is ending: running requests go on, and new ones are refused."""
@@ -208,7 +208,7 @@ async def cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-class Metrics:
+class ServerCounts:
     """Counts since the start of the server."""
 
     def __init__(self, model: str) -> None:

@@ -19,7 +19,7 @@ from hybridflow.rollout.remote.engine import PushedEngine
 from hybridflow.rollout.remote.http import Address, ServerProcess
 from hybridflow.rollout.remote.model import ModelFacts, cache_bytes_per_token
 from hybridflow.rollout.sglang.loader import QUALIFIED_NAME
-from hybridflow.rollout.sglang.server import Server
+from hybridflow.rollout.sglang.server import SGLangServer
 
 LOWEST_TEMPERATURE = 1e-6
 """SGLang treats lower temperatures as greedy."""
@@ -104,7 +104,9 @@ def build_sglang_engine(
     arguments = server_arguments(config, model)
     start = partial(start_server, arguments, python=server.python, timeout=server.start_timeout)
     vocabulary = int(model.shape().vocab_size)
-    runner = Server.of(config, rank, start, vocabulary=vocabulary, positions=positions_of(config, model))
+    runner = SGLangServer.of(
+        config, rank, start, vocabulary=vocabulary, positions=positions_of(config, model)
+    )
     texts = not arguments.get("skip_tokenizer_init", False)
     return SGLangEngine(
         runner, eos_token_ids=eos_token_ids, frees_cache=config.free_cache_engine, texts=texts

@@ -18,7 +18,7 @@ from typing import Any
 
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.remote.http import Refused
-from hybridflow.rollout.remote.runner import Piece, Submission
+from hybridflow.rollout.remote.runner import ResponsePiece, Submission
 from hybridflow.rollout.remote.served import Served, Stream
 from hybridflow.rollout.sglang.loader import QUALIFIED_NAME, packed
 from hybridflow.weight_sync.wire.channel import Listener
@@ -30,8 +30,10 @@ _REPORT_S = 5.0
 
 
 @dataclass(eq=False, kw_only=True)
-class Server(Served):
-    """A `Runner` over an SGLang server. `vocabulary`, `positions`: of the model, unless the server says."""
+class SGLangServer(Served):
+    """An `EngineRunner` over an SGLang server. `vocabulary` and `positions` are the model's, unless
+    the server says.
+    """
 
     engine = "sglang"
     vocabulary: int
@@ -98,7 +100,7 @@ class Server(Served):
 
     def _piece(
         self, number: int, rid: str, version: str, cuts: frozenset[int], event: dict[str, Any]
-    ) -> Piece:
+    ) -> ResponsePiece:
         """Return what an event adds to response `number`, whose tokens must come from weights of `version`.
 
         `cuts`: tokens that end it here, though SGLang would go on.
@@ -108,10 +110,10 @@ class Server(Served):
         scores = meta.get("output_token_logprobs") or []
         if [token for _, token, _ in scores] != ids:
             told = f"sglang sent {len(ids)} tokens and log-probs of {len(scores)} others"
-            return Piece.failed(number, told)
+            return ResponsePiece.failed(number, told)
         if meta["weight_version"] != version:
             told = f"its weights became {meta['weight_version']!r} meanwhile, and {version!r} was asked for"
-            return Piece.failed(number, f"sglang: {told}")
+            return ResponsePiece.failed(number, f"sglang: {told}")
         top = [
             [(token, value) for value, token, _ in place] for place in meta.get("output_top_logprobs") or []
         ]
@@ -121,13 +123,13 @@ class Server(Served):
         if cut is not None:
             if ended is None:
                 self._end(rid)
-            return Piece(number, ids[:cut], log_probs[:cut], top[:cut], "stop", ids[cut - 1])
+            return ResponsePiece(number, ids[:cut], log_probs[:cut], top[:cut], "stop", ids[cut - 1])
         if ended is None:
-            return Piece(number, ids, log_probs, top)
+            return ResponsePiece(number, ids, log_probs, top)
         if ended["type"] in ("stop", "length"):
-            return Piece(number, ids, log_probs, top, ended["type"], ended.get("matched"))
+            return ResponsePiece(number, ids, log_probs, top, ended["type"], ended.get("matched"))
         told = f"sglang ended it: {ended.get('message', ended['type'])}"
-        return Piece(number, ids, log_probs, top, "error", error=told)
+        return ResponsePiece(number, ids, log_probs, top, "error", error=told)
 
     def abort(self, request_ids: Iterable[int]) -> None:
         """Close the connections of these requests and abort them: SGLang would notice seconds later."""

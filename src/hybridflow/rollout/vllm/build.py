@@ -9,7 +9,7 @@ from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.rollout.remote.model import ModelFacts
 from hybridflow.rollout.vllm.engine import AdapterRunner, VLLMEngine
 from hybridflow.rollout.vllm.in_process import InProcess
-from hybridflow.rollout.vllm.server import Server
+from hybridflow.rollout.vllm.server import VLLMServer
 from hybridflow.rollout.vllm.settings import engine_arguments, start_server
 
 
@@ -25,7 +25,7 @@ def build_vllm_engine(
         runner = InProcess(arguments)
     else:
         start = partial(start_server, arguments, python=server.python, timeout=server.start_timeout)
-        runner = Server.of(config, rank, start, adapters=config.lora_as_adapters)
+        runner = VLLMServer.of(config, rank, start, adapters=config.lora_as_adapters)
     texts = not arguments.get("skip_tokenizer_init", False)
     engine = VLLMEngine(
         runner, eos_token_ids=eos_token_ids, frees_cache=config.free_cache_engine, texts=texts

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.remote.engine import PushedEngine
-from hybridflow.rollout.remote.runner import Piece, Runner
+from hybridflow.rollout.remote.runner import EngineRunner, ResponsePiece
 from hybridflow.weight_sync.wire.receiver import NOTHING, Part, Weights
 
 LOWEST_TEMPERATURE = 0.01
@@ -21,8 +21,8 @@ LARGEST_BIAS = 100.0
 _SEEDS = 1 << 63
 
 
-class AdapterRunner(Runner, Protocol):
-    """A `Runner` of vLLM, which also takes LoRA adapters alone, over base weights that were pushed before."""
+class AdapterRunner(EngineRunner, Protocol):
+    """An `EngineRunner` of vLLM, which also takes LoRA adapters alone, over base weights pushed before."""
 
     def version(self) -> int:
         """Return the lowest version of the weights in the workers."""
@@ -35,7 +35,7 @@ class AdapterRunner(Runner, Protocol):
     def push(
         self, weights: Weights, version: int, part: Part = "whole", adapter: dict[str, Any] | None = None
     ) -> None:
-        """Push weights as `Runner.push` does. `adapter`: the content of adapter_config.json, for adapters."""
+        """Push weights as `EngineRunner.push` does. `adapter`: the content of adapter_config.json."""
 
     @abstractmethod
     def _call(self, method: str, *arguments: Any) -> list[Any]:
@@ -165,7 +165,7 @@ def vllm_params(request: GenerationRequest, eos_token_ids: Sequence[int]) -> dic
     return params
 
 
-def with_our_end(piece: Piece) -> Piece:
+def with_our_end(piece: ResponsePiece) -> ResponsePiece:
     """Return the piece, as a failure where vLLM ended the response for another reason than we have."""
     if piece.finish in (None, "stop", "length"):
         return piece

@@ -16,7 +16,7 @@ import torch
 from hybridflow.distributed.device import num_devices, used_accelerator
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.installed import advice
-from hybridflow.rollout.remote.runner import EngineDied, Piece, Submission
+from hybridflow.rollout.remote.runner import EngineDied, ResponsePiece, Submission
 from hybridflow.rollout.vllm.engine import AdapterRunner, with_our_end
 from hybridflow.rollout.vllm.extension import ADAPTER_ID, ADAPTER_NAME
 from hybridflow.rollout.vllm.settings import ENVIRONMENT
@@ -25,7 +25,7 @@ from hybridflow.weight_sync.wire.sender import checked
 
 
 class InProcess(AdapterRunner):
-    """A `Runner` over vLLM's `LLMEngine`, made from `arguments` (`engine_arguments`)."""
+    """An `EngineRunner` over vLLM's `LLMEngine`, made from `arguments` (`engine_arguments`)."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         for name, value in {**ENVIRONMENT, "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}.items():
@@ -85,7 +85,7 @@ class InProcess(AdapterRunner):
                 raise self._died(error) from error
             self._running.add(str(submission.request_id))
 
-    def poll(self) -> list[Piece]:
+    def poll(self) -> list[ResponsePiece]:
         """Run one step of the engine; raises EngineDied."""
         self._alive()
         try:
@@ -176,7 +176,7 @@ def _process_as_it_was() -> Iterator[None]:
         np.random.set_state(numpy_randoms)
 
 
-def _piece(request_id: int, new: Any) -> Piece:
+def _piece(request_id: int, new: Any) -> ResponsePiece:
     """Return the new part of one request's response."""
     ids = list(new.token_ids)
     log_probs = []
@@ -185,7 +185,7 @@ def _piece(request_id: int, new: Any) -> Piece:
         log_probs.append(place[token].logprob)
         ranked = sorted(place.items(), key=lambda item: item[1].rank)
         top.append([(number, each.logprob) for number, each in ranked])
-    return with_our_end(Piece(request_id, ids, log_probs, top, new.finish_reason, new.stop_reason))
+    return with_our_end(ResponsePiece(request_id, ids, log_probs, top, new.finish_reason, new.stop_reason))
 
 
 def _first_lines(error: BaseException) -> str:

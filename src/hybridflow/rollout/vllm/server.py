@@ -16,7 +16,7 @@ from typing import Any
 
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.remote.http import Refused
-from hybridflow.rollout.remote.runner import Piece, Submission
+from hybridflow.rollout.remote.runner import ResponsePiece, Submission
 from hybridflow.rollout.remote.served import Served, Stream
 from hybridflow.rollout.vllm.engine import AdapterRunner, with_our_end
 from hybridflow.rollout.vllm.extension import ADAPTER_NAME, QUALIFIED_NAME
@@ -25,8 +25,8 @@ from hybridflow.weight_sync.wire.receiver import Part, Weights
 
 
 @dataclass(eq=False)
-class Server(Served, AdapterRunner):
-    """A `Runner` over a vLLM server. `adapters`: whether LoRA adapters will be pushed."""
+class VLLMServer(Served, AdapterRunner):
+    """An `EngineRunner` over a vLLM server. `adapters`: whether LoRA adapters will be pushed."""
 
     engine = "vllm"
     adapters: bool = field(default=False, kw_only=True)
@@ -120,7 +120,7 @@ class Server(Served, AdapterRunner):
         return answers
 
 
-def _piece(submission: Submission, event: dict[str, Any]) -> Piece | None:
+def _piece(submission: Submission, event: dict[str, Any]) -> ResponsePiece | None:
     """Return what an event of a stream adds to the response."""
     if not event["choices"]:
         return None
@@ -131,11 +131,11 @@ def _piece(submission: Submission, event: dict[str, Any]) -> Piece | None:
     log_probs = scores.get("token_logprobs") or []
     if len(ids) != len(log_probs):
         told = f"vllm sent {len(ids)} tokens and {len(log_probs)} log-probs"
-        return Piece.failed(submission.request_id, told)
+        return ResponsePiece.failed(submission.request_id, told)
     top = []
     if submission.params.get("logprobs"):
         top = [_ranked(place) for place in scores.get("top_logprobs") or []]
-    piece = Piece(submission.request_id, ids, log_probs, top, finish, choice.get("stop_reason"))
+    piece = ResponsePiece(submission.request_id, ids, log_probs, top, finish, choice.get("stop_reason"))
     return with_our_end(piece)
 
 

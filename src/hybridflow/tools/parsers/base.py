@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
 from hybridflow.tools.parsers.calls import ToolCall, parameters_of, read_json
-from hybridflow.tools.parsers.source import SPACE, Pausing, Source, Tags, Unreadable
+from hybridflow.tools.parsers.source import SPACE, Pausing, Tags, TextSource, Unreadable
 
 THINKING = {
     "<think>": "</think>",
@@ -63,7 +63,7 @@ class CallParser(ABC):
         self.in_thinking = in_thinking
         self._thinking = self.thinking
         self._has_thought = False
-        self._source = Source()
+        self._source = TextSource()
         self._parts: list[str | ToolCall] = []
         self._texts: list[str] = []  # behind those parts
         self._reading = self._read()

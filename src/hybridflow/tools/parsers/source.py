@@ -1,6 +1,6 @@
 """Text of a response as it comes, read from left to right by readers that pause where it ends for now.
 
-feed ──add──► Source ──until, run, json_text, …──► a reader, which is a generator and yields to wait for text
+feed ──add──► TextSource ──until, run, json_text, …──► a reader: a generator that yields to wait for text
 
 A reader decides only on text that no further text can change, so that it reads the same however the text is
 cut. Each character is read a bounded number of times: the time is linear in the length of the response.
@@ -60,7 +60,7 @@ def overlap(text: str, tag: str) -> int:
     return 0
 
 
-class Source:
+class TextSource:
     """The text that has come and was not read; methods that may have to wait for more are generators."""
 
     def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """An evaluation: the validation prompts, engines whose weights stay as they are, the reward function.
 
 prompts ──requests without an answer──► engines or agents ──► Answer ──► answers.jsonl
-              kept answers, new ones as they end ──► reward processes ──► Scored ──► results
+              kept answers, new ones as they end ──► reward processes ──► ScoredAnswer ──► results
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from hybridflow.episodes.planning import validation_requests
 from hybridflow.observability.progress import duration, progress
 from hybridflow.protocol.trajectory import Trajectory
 from hybridflow.rewards.build import build_reward_manager
-from hybridflow.trainer.evaluation.main import Endpoint, Subject
+from hybridflow.trainer.evaluation.main import ModelEndpoint, Subject
 from hybridflow.trainer.evaluation.responses import RESPONSES, write_responses
 from hybridflow.trainer.evaluation.results import Answer, AnswerFile, AnswerScores, summarise, write_results
 from hybridflow.trainer.ppo.model_rewards import add_reward_model
 from hybridflow.trainer.roles.parallel_layout import meshes
 from hybridflow.trainer.roles.role_builders import RoleBuilders, RunFacts, facts_of
-from hybridflow.trainer.run import Run, started
+from hybridflow.trainer.run import PreparedRun, started
 from hybridflow.weight_sync.push import StagedPush
 from hybridflow.workers import RewardModelGroup, RolloutGroup, RolloutWorker
 
@@ -197,7 +197,9 @@ class _Missing:
         )
 
 
-def _frozen_backend(run: Run, roles: Sequence[str], subject: Subject, tokenizer: Tokenizer) -> Backend:
+def _frozen_backend(
+    run: PreparedRun, roles: Sequence[str], subject: Subject, tokenizer: Tokenizer
+) -> Backend:
     """Start engines that generate with the subject's weights, and the reward model if `roles` names it."""
     config = run.config
     assert isinstance(config, PPOConfig), "an evaluation has the keys of a PPO run"
@@ -210,12 +212,12 @@ def _frozen_backend(run: Run, roles: Sequence[str], subject: Subject, tokenizer:
         return run.start(partial(_factories, facts, subject.endpoint), partial(meshes, config, roles))
 
 
-def _factories(facts: RunFacts, endpoint: Endpoint | None, process: WorkerHost) -> Factories:
+def _factories(facts: RunFacts, endpoint: ModelEndpoint | None, process: WorkerHost) -> Factories:
     builders = RoleBuilders(facts, process)
     return {"rollout": partial(_frozen_worker, builders, endpoint), "reward_model": builders.reward_model}
 
 
-def _frozen_worker(builders: RoleBuilders, endpoint: Endpoint | None, info: RankInfo) -> RolloutWorker:
+def _frozen_worker(builders: RoleBuilders, endpoint: ModelEndpoint | None, info: RankInfo) -> RolloutWorker:
     """Build an engine whose weights are those of the model's folder, or the endpoint's own."""
     if endpoint is not None:
         from hybridflow.rollout.openai.engine import OpenAIEngine  # its module needs an extra

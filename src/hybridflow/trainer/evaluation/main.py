@@ -25,7 +25,7 @@ from hybridflow.trainer.run_folder import RunFolder
 
 
 @dataclass(frozen=True)
-class Endpoint:
+class ModelEndpoint:
     """An HTTP endpoint that speaks OpenAI's API and gives token ids, as vLLM's and `hybridflow serve` do."""
 
     url: str
@@ -51,7 +51,7 @@ class Subject:
     """Makes the Hugging Face folder that is loaded, given whether its own code may run; None:
     `actor_rollout_ref.model.path` is one.
     """
-    endpoint: Endpoint | None = None
+    endpoint: ModelEndpoint | None = None
 
     @classmethod
     def of(cls, model: str) -> Subject:

@@ -23,7 +23,7 @@ from hybridflow.rewards.early_checks import check_reward, refuse_model
 from hybridflow.trainer.evaluation.results import (
     Answer,
     AnswerScores,
-    Scored,
+    ScoredAnswer,
     check_identity,
     summarise,
     write_results,
@@ -74,7 +74,7 @@ def score_file(
     return results
 
 
-def _score(config: PPOConfig, response_key: str, truth_key: str) -> list[Scored]:
+def _score(config: PPOConfig, response_key: str, truth_key: str) -> list[ScoredAnswer]:
     rows = load_rows(as_list(config.data.val_files), config.data.cache_dir)
     rows.require(response_key, hint="name the column of responses")
     with (

@@ -1,7 +1,7 @@
 """From answers to the numbers of an evaluation, by data source, and the files that show them.
 
-Answer ──AnswerScores, while others are still generated──► Scored; a failure is a result without a score
-Scored, … ──summarise──► results.json, metrics.jsonl; the answers themselves ──► validation/STEP.jsonl
+Answer ──AnswerScores, while others are still generated──► ScoredAnswer; a failure is a result without a score
+ScoredAnswer, … ──summarise──► results.json, metrics.jsonl; the answers themselves ──► validation/STEP.jsonl
 
 The answers are on disk, one line each: what is there is not generated again.
 
@@ -146,7 +146,7 @@ def check_identity(folder: Path, identity: Mapping[str, Any], *, replaces: bool 
 
 
 @dataclass(frozen=True)
-class Scored:
+class ScoredAnswer:
     """An answer with its score, or the cause why it has none."""
 
     answer: Answer
@@ -175,7 +175,7 @@ class AnswerScores:
 
     def __init__(self, session: RewardSession | None) -> None:
         self._session = session
-        self._added: list[Scored] = []
+        self._added: list[ScoredAnswer] = []
         self._to_score: list[int] = []
 
     def add(
@@ -185,7 +185,7 @@ class AnswerScores:
 
         `prompt`, a text or messages, `source`, `truth` and `extra_info` are what the data say of its prompt.
         """
-        row = Scored(
+        row = ScoredAnswer(
             answer, source, truth, score=answer.reward or 0.0, failed=answer.failed, detail=answer.detail
         )
         if self._session is not None and not answer.failed and answer.reward is None:
@@ -198,19 +198,19 @@ class AnswerScores:
             self._to_score.append(len(self._added))
         self._added.append(row)
 
-    def result(self) -> list[Scored]:
+    def result(self) -> list[ScoredAnswer]:
         """Wait for all scores; return the answers in the order of prompts and samples."""
         outcomes = self._session.outcomes() if self._to_score and self._session is not None else []
         for place, outcome in zip(self._to_score, outcomes, strict=True):
             row = self._added[place]
             failed = f"reward: {outcome.error}" if outcome.error else ""
-            self._added[place] = Scored(
+            self._added[place] = ScoredAnswer(
                 row.answer, row.source, row.truth, outcome.score, outcome.extras, failed, outcome.detail
             )
         return sorted(self._added, key=lambda row: (row.answer.prompt, row.answer.sample))
 
 
-def summarise(rows: Sequence[Scored], *, n: int, seed: int, metrics: bool = True) -> dict[str, Any]:
+def summarise(rows: Sequence[ScoredAnswer], *, n: int, seed: int, metrics: bool = True) -> dict[str, Any]:
     """Return, by data source, how many prompts, answers and failures there are, and each metric with its
     value, its interval and the number of prompts that it is about.
 
@@ -230,7 +230,7 @@ def summarise(rows: Sequence[Scored], *, n: int, seed: int, metrics: bool = True
     return found
 
 
-def _counts(rows: Sequence[Scored]) -> dict[str, Any]:
+def _counts(rows: Sequence[ScoredAnswer]) -> dict[str, Any]:
     whole = [row for row in rows if not row.failed]
     facts: dict[str, Any] = {
         "prompts": len({row.answer.prompt for row in rows}),
@@ -245,11 +245,11 @@ def _counts(rows: Sequence[Scored]) -> dict[str, Any]:
     return facts
 
 
-def _metrics(rows: Sequence[Scored], n: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
+def _metrics(rows: Sequence[ScoredAnswer], n: int, seed: int) -> Iterator[tuple[str, dict[str, Any]]]:
     numbers = [row.numbers for row in rows]
     names = sorted({name for each in numbers for name in each})
     core = "acc" if all("acc" in each for each in numbers) else "reward"
-    groups: dict[int, list[Scored]] = {}
+    groups: dict[int, list[ScoredAnswer]] = {}
     for row in rows:
         groups.setdefault(row.answer.prompt, []).append(row)
     values = {prompt: [row.numbers[core] for row in group] for prompt, group in groups.items()}
@@ -294,7 +294,7 @@ def _estimate(values: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def write_results(folder: Path, results: Mapping[str, Any], rows: Sequence[Scored], step: int) -> None:
+def write_results(folder: Path, results: Mapping[str, Any], rows: Sequence[ScoredAnswer], step: int) -> None:
     """Write `results.json`, and the metrics and answers in the form that `hybridflow view` shows."""
     replace_file(folder / RESULTS, json.dumps(results, indent=2) + "\n")
     metrics = {
@@ -306,7 +306,7 @@ def write_results(folder: Path, results: Mapping[str, Any], rows: Sequence[Score
     SampleWriter(folder / "validation", keep_to=-1).write([_sample(row) for row in rows], step)
 
 
-def _sample(row: Scored) -> dict[str, Any]:
+def _sample(row: ScoredAnswer) -> dict[str, Any]:
     """Return an answer as a row of samples, as `observability.samples` describes them."""
     answer = row.answer
     info = dict(answer.extra_info)

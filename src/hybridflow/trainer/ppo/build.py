@@ -52,7 +52,7 @@ from hybridflow.trainer.replay.kept_rows import KeptRows, not_kept
 from hybridflow.trainer.resume import model_facts
 from hybridflow.trainer.roles.roles import Roles, needed_roles
 from hybridflow.trainer.roles.worker_groups import start_roles
-from hybridflow.trainer.run import Run, huggingface_writer, started, steps_of
+from hybridflow.trainer.run import PreparedRun, huggingface_writer, started, steps_of
 from hybridflow.trainer.schedules.collector import Collector, Collectors, collector_factories
 from hybridflow.trainer.schedules.continuous import ContinuousSource
 from hybridflow.trainer.schedules.ledger import LEDGER_FILE, Ledger
@@ -161,7 +161,7 @@ def _refuse_pictures(config: PPOConfig, data: PromptData) -> None:
 
 def _trainer(
     config: PPOConfig,
-    run: Run,
+    run: PreparedRun,
     tokenizer: Tokenizer,
     data: PromptData,
     rewards: RewardManager,

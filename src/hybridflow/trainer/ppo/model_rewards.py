@@ -31,7 +31,7 @@ from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows
 from hybridflow.rewards.compose import Condition, model_term
 from hybridflow.rewards.manager import RewardManager
-from hybridflow.rewards.result import OpenScoring, Outcome, Scorer, ScoreRequest
+from hybridflow.rewards.result import OpenScoring, Scorer, ScoreRequest, ScoringOutcome
 from hybridflow.workers.reward_model import SCORES, RewardModelGroup
 
 REDUCTIONS: dict[str, Callable[[list[float]], float]] = {
@@ -170,7 +170,9 @@ class ModelScorer:
         """End the other scorer; the model's processes are the run's."""
         self._inner.close()
 
-    def complete(self, requests: Sequence[ScoreRequest], found: Sequence[Outcome]) -> list[Outcome]:
+    def complete(
+        self, requests: Sequence[ScoreRequest], found: Sequence[ScoringOutcome]
+    ) -> list[ScoringOutcome]:
         """Return the outcomes with weight · value added where the term applies."""
         outcomes = list(found)
         readings: dict[int, Reading] = {}
@@ -182,19 +184,19 @@ class ModelScorer:
                 if self._condition is None or self._condition.holds(outcome.extras):
                     readings[place] = self._reader.read(request)
             except RewardError as error:
-                outcomes[place] = Outcome(error="RewardError", detail=str(error))
+                outcomes[place] = ScoringOutcome(error="RewardError", detail=str(error))
         scores = self._scores(list(readings.values()))
         for (place, reading), values in zip(readings.items(), scores, strict=True):
             if all(map(math.isfinite, values)):
                 outcomes[place] = self._with(found[place], requests[place], reading, values)
             else:
                 detail = f"the reward model returned {values}; wanted finite numbers"
-                outcomes[place] = Outcome(error="RewardError", detail=detail)
+                outcomes[place] = ScoringOutcome(error="RewardError", detail=detail)
         return outcomes
 
     def _with(
-        self, outcome: Outcome, request: ScoreRequest, reading: Reading, values: list[float]
-    ) -> Outcome:
+        self, outcome: ScoringOutcome, request: ScoreRequest, reading: Reading, values: list[float]
+    ) -> ScoringOutcome:
         """Return the outcome with the scores of a response's steps, or its one score."""
         reduce = self._reader.config.step_reduce
         whole = REDUCTIONS[reduce](values)
@@ -264,7 +266,7 @@ class _Open:
         self._requests.append(request)
         self._inner.add(request)
 
-    def outcomes(self) -> list[Outcome]:
+    def outcomes(self) -> list[ScoringOutcome]:
         return self._scorer.complete(self._requests, self._inner.outcomes())
 
     def close(self) -> None:

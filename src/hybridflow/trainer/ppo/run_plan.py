@@ -25,7 +25,7 @@ from hybridflow.distributed.facilities import facilities
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.cache.kv_cache import slot_capacity
 from hybridflow.models.files.build import shape_of
-from hybridflow.planner.costs import CPU_EFFICIENCY, FITTED, Costs, Lengths, Rows
+from hybridflow.planner.costs import CPU_EFFICIENCY, FITTED, Costs, Lengths, StepRows
 from hybridflow.planner.hardware import CPU, HARDWARE, Cluster, cpu_hardware
 from hybridflow.planner.memory import PlannedReplica, RoleEngine, native_quantization
 from hybridflow.planner.model_shape import ModelShape, read_shape
@@ -110,7 +110,7 @@ class Predictor:
             found["perf/predicted/peak_memory"] = self.first_peak / 2**30
         return found
 
-    def _mfu(self, rows: Rows, measured: Mapping[str, float]) -> dict[str, float]:
+    def _mfu(self, rows: StepRows, measured: Mapping[str, float]) -> dict[str, float]:
         """Return the utilisation of the accelerators by updates."""
         found = {}
         for role, engine in self.plan.engines.items():
@@ -123,13 +123,13 @@ class Predictor:
         return found
 
 
-def rows_of(batch: DataProto) -> Rows:
+def rows_of(batch: DataProto) -> StepRows:
     """Return the lengths of a batch's rows."""
     width = batch.batch["response_mask"].shape[1]
     prompts = batch.batch["attention_mask"][:, :-width].sum(-1)
     responses = batch.batch["response_mask"].sum(-1)
     groups = len(set(batch.non_tensor_batch["uid"]))
-    return Rows(
+    return StepRows(
         len(batch),
         float(prompts.float().mean()),
         Lengths.of(responses.clamp(min=1).double().tolist()),
@@ -149,7 +149,7 @@ def make_predictor(config: PPOConfig, roles: Roles) -> Predictor | None:
     return Predictor(plan, shapes, costs, roles)
 
 
-def forecaster(config: PPOConfig) -> Callable[[PPOConfig, Rows], dict[str, float]] | None:
+def forecaster(config: PPOConfig) -> Callable[[PPOConfig, StepRows], dict[str, float]] | None:
     """Return a function that predicts the seconds of each phase of a step with such rows, for `config` with
     other keys and the same models and devices; None where `make_predictor` gives none, and where the devices
     or the models are not on this machine.

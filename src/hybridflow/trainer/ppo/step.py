@@ -146,13 +146,13 @@ class PPOStep:
         """
         roles = self.roles
         first = partial(self.old_log_probs, batch, self._first_plan(step), step)
-        jobs: list[Job[Any]] = [Job("actor", "old_log_prob", first)]
+        jobs: list[RoleCall[Any]] = [RoleCall("actor", "old_log_prob", first)]
         if roles.reference:
-            jobs.append(Job("reference", "ref", partial(roles.reference.keep_log_probs, batch)))
+            jobs.append(RoleCall("reference", "ref", partial(roles.reference.keep_log_probs, batch)))
         if roles.teacher:
-            jobs.append(Job("teacher", "teacher", partial(roles.teacher.keep_log_probs, batch)))
+            jobs.append(RoleCall("teacher", "teacher", partial(roles.teacher.keep_log_probs, batch)))
         if roles.critic:
-            jobs.append(Job("critic", "values", partial(roles.critic.keep_values, batch)))
+            jobs.append(RoleCall("critic", "values", partial(roles.critic.keep_values, batch)))
         with stop_token.leavable():  # no pass changes a state
             found = self.side_by_side(jobs)
         old: OldOfStep = found[0]
@@ -161,19 +161,23 @@ class PPOStep:
             columns |= each
         return columns, old
 
-    def _updates(self, batch: DataProto, own: DataProto, step: int, old: OldOfStep) -> list[Job[Metrics]]:
+    def _updates(
+        self, batch: DataProto, own: DataProto, step: int, old: OldOfStep
+    ) -> list[RoleCall[Metrics]]:
         """Return the updates of the critic and, once it has warmed up, of the actor."""
         config = self.config
         drawn_from = len(set(own.non_tensor_batch["uid"])) if config.algorithm.use_pf_ppo else None
-        updates: list[Job[Metrics]] = []
+        updates: list[RoleCall[Metrics]] = []
         if self.roles.critic:
             plan = self._plan(config.critic, step, drawn_from)
-            updates.append(Job("critic", "update_critic", partial(self.roles.critic.update, batch, plan)))
+            updates.append(
+                RoleCall("critic", "update_critic", partial(self.roles.critic.update, batch, plan))
+            )
         if step > config.trainer.critic_warmup:
             hook = mini_batch_hook(self.roles.actor, config, self.loss, step)
             plan = self._plan(config.actor_rollout_ref.actor, step, drawn_from)
             learn = partial(self.roles.actor.update, batch, plan, prepare=hook, watch=old.watch)
-            updates.append(Job("actor", "update_actor", learn))
+            updates.append(RoleCall("actor", "update_actor", learn))
         return updates
 
     def _draw(self, batch: DataProto, own: DataProto, step: int, metrics: Metrics) -> DataProto:
@@ -247,7 +251,7 @@ class PPOStep:
 
 
 @dataclass(frozen=True)
-class Job(Generic[T]):
+class RoleCall(Generic[T]):
     """A call on a role, with the section of the step's timing that it is counted in."""
 
     role: str
@@ -274,7 +278,7 @@ class Overlap:
         self.alone = alone
         """Context of the calls of a role, in which it has its processes to itself."""
 
-    def __call__(self, jobs: Sequence[Job[T]]) -> list[T]:
+    def __call__(self, jobs: Sequence[RoleCall[T]]) -> list[T]:
         """Return the results in the order of `jobs`.
 
         Where calls fail, the error of the first of them is raised after the others have ended.
@@ -295,7 +299,7 @@ class Overlap:
             results.update(zip(lane, future.result(), strict=True))
         return [results[index] for index in range(len(jobs))]
 
-    def _lanes(self, jobs: Sequence[Job[T]]) -> list[list[int]]:
+    def _lanes(self, jobs: Sequence[RoleCall[T]]) -> list[list[int]]:
         """Return the numbers of jobs that have to run in turn, lane by lane, ordered by their first job."""
         lanes: list[list[int]] = []
         for index, job in enumerate(jobs):

@@ -6,8 +6,8 @@
         │            │           │└────► Filtered
         └────────────┴───────────┴─────► Failed
 
-Every admitted index has exactly one `Phase`, so trained, active, failed and filtered groups are disjoint and
-cover 0..admitted - 1; and a group that is in a batch is never taken again, so each is trained once.
+Every admitted index has exactly one `GroupPhase`, so trained, active, failed and filtered groups are disjoint
+and cover 0..admitted - 1; and a group that is in a batch is never taken again, so each is trained once.
 """
 
 from __future__ import annotations
@@ -140,7 +140,7 @@ class ImpossibleTransition(AssertionError):
     """A transition that cannot follow those before it, such as a group that is taken twice."""
 
 
-class Phase(IntEnum):
+class GroupPhase(IntEnum):
     """Where a group is; `wording` says it in a message."""
 
     GENERATING = 0
@@ -157,7 +157,7 @@ class Phase(IntEnum):
         return ("being generated", "finished", "scored", "in a batch", "trained", "failed", "filtered")[self]
 
 
-ACTIVE = (Phase.GENERATING, Phase.FINISHED, Phase.SCORED)
+ACTIVE = (GroupPhase.GENERATING, GroupPhase.FINISHED, GroupPhase.SCORED)
 LISTED = 20
 """Ranges of groups that a message lists for each phase."""
 
@@ -198,9 +198,9 @@ class LedgerState:
         """Groups in all batches so far: `trained` of `Schedule.may_admit`."""
         return self.groups["taken"]
 
-    def phase(self, index: int) -> Phase:
+    def phase(self, index: int) -> GroupPhase:
         """Return where the admitted group `index` is."""
-        return Phase(self._phases[index])
+        return GroupPhase(self._phases[index])
 
     def apply(self, transition: Transition) -> None:
         """Apply one transition, or raise ImpossibleTransition and change nothing where it cannot follow."""
@@ -210,26 +210,26 @@ class LedgerState:
             case Restarted():
                 self._restart(transition)
             case Finished():
-                self._move(transition, (Phase.GENERATING,), Phase.FINISHED)
+                self._move(transition, (GroupPhase.GENERATING,), GroupPhase.FINISHED)
             case Scored():
-                self._move(transition, (Phase.FINISHED,), Phase.SCORED)
+                self._move(transition, (GroupPhase.FINISHED,), GroupPhase.SCORED)
                 self.ready.update(dict.fromkeys(transition.indices))
             case Taken():
                 self._take(transition)
             case Published():
                 self._publish(transition)
             case Failed():
-                self._move(transition, ACTIVE, Phase.FAILED)
+                self._move(transition, ACTIVE, GroupPhase.FAILED)
                 self._leave(transition.indices)
                 self.causes[transition.cause] += transition.count
             case Filtered():
-                self._move(transition, (Phase.SCORED,), Phase.FILTERED)
+                self._move(transition, (GroupPhase.SCORED,), GroupPhase.FILTERED)
                 self._leave(transition.indices)
             case Replaced():
-                self._check(transition, (Phase.FAILED, Phase.FILTERED))
+                self._check(transition, (GroupPhase.FAILED, GroupPhase.FILTERED))
                 self._check(Groups(transition.by, transition.count), ACTIVE)
             case Replayed():
-                self._check(transition, (Phase.TAKEN, Phase.TRAINED))
+                self._check(transition, (GroupPhase.TAKEN, GroupPhase.TRAINED))
             case _:
                 raise ImpossibleTransition(
                     f"{transition} belongs into the file of a ledger, not into its fold"
@@ -266,13 +266,13 @@ class LedgerState:
         if admitted.prompts and len(admitted.prompts) != admitted.count:
             raise ImpossibleTransition(f"{admitted}: {admitted.count} groups need as many prompts")
         self._check_published(admitted, admitted.version)
-        self._phases.extend([Phase.GENERATING] * admitted.count)
+        self._phases.extend([GroupPhase.GENERATING] * admitted.count)
         self.active.update(dict.fromkeys(admitted.indices, admitted.version))
         self.prompts.update(zip(admitted.indices, admitted.prompts))
 
     def _restart(self, restarted: Restarted) -> None:
         self._check_published(restarted, restarted.version)
-        self._move(restarted, ACTIVE, Phase.GENERATING)
+        self._move(restarted, ACTIVE, GroupPhase.GENERATING)
         for index in restarted.indices:
             self.active[index] = restarted.version
             self.ready.pop(index, None)
@@ -280,7 +280,7 @@ class LedgerState:
     def _take(self, taken: Taken) -> None:
         if taken.step < self.version:
             raise ImpossibleTransition(f"{taken}: step {taken.step} has been published")
-        self._move(taken, (Phase.SCORED,), Phase.TAKEN)
+        self._move(taken, (GroupPhase.SCORED,), GroupPhase.TAKEN)
         self.batches.setdefault(taken.step, []).extend(taken.indices)
         self.staleness.update(taken.step - self.active[index] for index in taken.indices)
         self._leave(taken.indices)
@@ -292,11 +292,11 @@ class LedgerState:
             )
         indices = self.batches.pop(self.version, [])
         for index in indices:
-            self._phases[index] = Phase.TRAINED
+            self._phases[index] = GroupPhase.TRAINED
         self.trained_per_step.append(len(indices))
         self.version = published.version
 
-    def _move(self, groups: Groups, allowed: tuple[Phase, ...], to: Phase) -> None:
+    def _move(self, groups: Groups, allowed: tuple[GroupPhase, ...], to: GroupPhase) -> None:
         self._check(groups, allowed)
         for index in groups.indices:
             self._phases[index] = to
@@ -307,7 +307,7 @@ class LedgerState:
             self.ready.pop(index, None)
             self.prompts.pop(index, None)
 
-    def _check(self, groups: Groups, allowed: tuple[Phase, ...]) -> None:
+    def _check(self, groups: Groups, allowed: tuple[GroupPhase, ...]) -> None:
         if groups.first < 0 or groups.count < 1 or groups.first + groups.count > self.num_admitted:
             raise ImpossibleTransition(f"{groups}: the groups 0 to {self.num_admitted - 1} were admitted")
         for index in groups.indices:

@@ -17,7 +17,7 @@ from typing import Any
 import ray
 
 from hybridflow.config.cluster import RayConfig, RayInitConfig
-from hybridflow.controller.ray.cluster import Cluster
+from hybridflow.controller.ray.cluster import RayCluster
 from hybridflow.controller.resource_pool import Placement, ResourcePool
 from hybridflow.errors import HybridFlowError
 
@@ -51,11 +51,11 @@ def placement(*pools: ResourcePool) -> Placement:
 
 def own(timeline: str) -> None:
     """A Ray of its own with three busy processes; waits for a signal."""
-    asks_too_much = lambda: Cluster.connect(RayConfig(), device="cpu", wanted=1000)  # noqa: E731
+    asks_too_much = lambda: RayCluster.connect(RayConfig(), device="cpu", wanted=1000)  # noqa: E731
     too_many = refused(asks_too_much)
     in_ray_before = ray.is_initialized()
     offered = RayInitConfig(num_cpus=4, include_dashboard=True)
-    cluster = Cluster.connect(RayConfig(offered, timeline), device="auto", wanted=3)
+    cluster = RayCluster.connect(RayConfig(offered, timeline), device="auto", wanted=3)
     try:
         pool = ResourcePool("global", (3,))
         no_room = refused(lambda: cluster.check(placement(pool, ResourcePool("rollout", (2,))), "cpu"))
@@ -67,7 +67,7 @@ def own(timeline: str) -> None:
         where = ray.get([actor.where.remote() for actor in actors])
         actors[0].hang.remote()
         # this process is in a Ray: that is the one
-        there = Cluster.connect(RayConfig(), device="cpu", wanted=1)
+        there = RayCluster.connect(RayConfig(), device="cpu", wanted=1)
         there.shutdown()
         say(
             device=cluster.device,
@@ -92,7 +92,7 @@ def handles(_: str) -> None:
     caught: list[int] = []
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda number, _: caught.append(number))
-    cluster = Cluster.connect(RayConfig(RayInitConfig(num_cpus=2)), device="cpu", wanted=2)
+    cluster = RayCluster.connect(RayConfig(RayInitConfig(num_cpus=2)), device="cpu", wanted=2)
     pool = ResourcePool("global", (2,))
     cluster.check(placement(pool), "cpu")
     actors = [
@@ -109,7 +109,7 @@ def version(address: str) -> None:
     """Joins as a process with another version of Ray would."""
     ray.__version__ = "2.0.0"
     message = refused(
-        lambda: Cluster.connect(RayConfig(RayInitConfig(address=address)), device="cpu", wanted=1)
+        lambda: RayCluster.connect(RayConfig(RayInitConfig(address=address)), device="cpu", wanted=1)
     )
     say(message=message)
 
@@ -118,7 +118,7 @@ def spread(address: str) -> None:
     """Spans two nodes; sees one of them killed, by the test, and places the pool anew when another
     has come.
     """
-    cluster = Cluster.connect(RayConfig(RayInitConfig(address=address)), device="auto", wanted=4)
+    cluster = RayCluster.connect(RayConfig(RayInitConfig(address=address)), device="auto", wanted=4)
     pool = ResourcePool("global", (2, 2))
     too_many = refused(lambda: cluster.check(placement(ResourcePool("global", (2, 2, 2))), "cpu"))
     cluster.check(placement(pool), "cpu")

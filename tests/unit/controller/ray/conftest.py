@@ -12,22 +12,22 @@ import pytest
 
 from hybridflow.config.cluster import RayConfig, RayInitConfig
 from hybridflow.controller.ray.backend import RayBackend
-from hybridflow.controller.ray.cluster import Cluster
+from hybridflow.controller.ray.cluster import RayCluster
 from hybridflow.errors import HybridFlowError
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # for house.py and the conformance suite
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def cluster() -> Iterator[RayCluster]:
     """A Ray of this session's own, or the one that is there."""
-    found = Cluster.connect(RayConfig(ray_init=RayInitConfig(num_cpus=8)), device="cpu", wanted=3)
+    found = RayCluster.connect(RayConfig(ray_init=RayInitConfig(num_cpus=8)), device="cpu", wanted=3)
     yield found
     found.shutdown()
 
 
 @pytest.fixture(scope="session")
-def started(cluster: Cluster) -> Iterator[list[RayBackend]]:
+def started(cluster: RayCluster) -> Iterator[list[RayBackend]]:
     """The backend of the session, once a test has asked for it."""
     backends: list[RayBackend] = []
     yield backends
@@ -36,7 +36,7 @@ def started(cluster: Cluster) -> Iterator[list[RayBackend]]:
 
 
 @pytest.fixture
-def backend(cluster: Cluster, started: list[RayBackend]) -> RayBackend:
+def backend(cluster: RayCluster, started: list[RayBackend]) -> RayBackend:
     """Pool `train` of two ranks and pool `apart` of one, with new workers in the processes of the test
     before, if they live.
     """

@@ -25,7 +25,7 @@ from hybridflow.controller import (
     register,
 )
 from hybridflow.controller.ray.backend import RayBackend
-from hybridflow.controller.ray.cluster import Cluster
+from hybridflow.controller.ray.cluster import RayCluster
 from hybridflow.protocol import DataProto
 
 
@@ -112,7 +112,7 @@ def make_broken(host: WorkerHost) -> Factories:
 
 
 def start(
-    cluster: Cluster,
+    cluster: RayCluster,
     sizes: Mapping[str, int],
     pools: Mapping[str, str],
     make=make_workers,

@@ -16,7 +16,7 @@ import psutil
 import pytest
 import ray
 
-from hybridflow.controller.ray.cluster import Cluster
+from hybridflow.controller.ray.cluster import RayCluster
 from hybridflow.controller.resource_pool import Placement, ResourcePool
 from hybridflow.errors import ConfigError
 from ray_nodes import RayNodes, descendants
@@ -128,7 +128,9 @@ def nodes() -> Iterator[RayNodes]:
 
 
 @pytest.mark.xdist_group("ray")
-def test_a_node_that_does_not_answer_is_not_there(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_node_that_does_not_answer_is_not_there(
+    cluster: RayCluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Ray itself counts it as alive until some seconds have passed."""
     here = ray.nodes()
     monkeypatch.setattr(ray, "nodes", lambda: [*here, {**here[0], "NodeID": "f" * 56, "NodeManagerPort": 1}])
@@ -136,7 +138,7 @@ def test_a_node_that_does_not_answer_is_not_there(cluster: Cluster, monkeypatch:
 
 
 @pytest.mark.xdist_group("ray")
-def test_devices_that_a_cluster_does_not_have_are_missed(cluster: Cluster) -> None:
+def test_devices_that_a_cluster_does_not_have_are_missed(cluster: RayCluster) -> None:
     (node,) = cluster.nodes()
     for pools, says in (
         ((ResourcePool("global", (node.total + 1,)),), f"has {node.total}.*Lower trainer.nnodes"),

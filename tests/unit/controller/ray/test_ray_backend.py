@@ -21,7 +21,7 @@ from test_backend_conformance import *  # noqa: F403 the tests of the suites, wi
 from hybridflow.controller.local import WorkerHost
 from hybridflow.controller.ray import process
 from hybridflow.controller.ray.backend import RayBackend
-from hybridflow.controller.ray.cluster import Cluster
+from hybridflow.controller.ray.cluster import RayCluster
 from hybridflow.controller.ray.process import RankProcess
 from hybridflow.controller.ray.running import Failure
 from hybridflow.controller.ray.transport import encode
@@ -211,7 +211,7 @@ def test_the_rank_that_failed_is_named_and_those_that_hang_are_ended(backend: Ra
 
 
 @pytest.fixture
-def own(cluster: Cluster) -> Iterator[Callable[..., RayBackend]]:
+def own(cluster: RayCluster) -> Iterator[Callable[..., RayBackend]]:
     """Backends that the test may break."""
     started: list[RayBackend] = []
 
@@ -278,7 +278,7 @@ def test_a_call_beyond_its_deadline_ends(
 
 
 @pytest.mark.slow
-def test_a_role_that_cannot_be_built(cluster: Cluster) -> None:
+def test_a_role_that_cannot_be_built(cluster: RayCluster) -> None:
     with pytest.raises(ValueError, match="no model for rank 0") as caught:
         start(cluster, {"global": 1}, {"counter": "global"}, make_broken)
     assert any("while building role 'counter', rank 0" in note for note in caught.value.__notes__)

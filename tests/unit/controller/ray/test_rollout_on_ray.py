@@ -11,7 +11,7 @@ import pytest
 import ray
 
 from hybridflow.controller.ray.backend import RayBackend
-from hybridflow.controller.ray.cluster import Cluster
+from hybridflow.controller.ray.cluster import RayCluster
 from hybridflow.errors import WorkerLost
 from hybridflow.workers.rollout_group import RolloutGroup
 
@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.timeout(1800), pytest.mark.xdist_group("ray")]
 
 
 @pytest.fixture(scope="module")
-def rollouts(cluster: Cluster) -> Iterator[RayBackend]:
+def rollouts(cluster: RayCluster) -> Iterator[RayBackend]:
     backend = start(cluster, {"shared": 2}, {"rollout": "shared"}, factories, rooms=("rollout", "workers"))
     yield backend
     backend.shutdown()

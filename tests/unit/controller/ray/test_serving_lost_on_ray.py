@@ -12,7 +12,7 @@ import pytest
 import ray
 
 from hybridflow.controller.ray.backend import RayBackend
-from hybridflow.controller.ray.cluster import Cluster
+from hybridflow.controller.ray.cluster import RayCluster
 from hybridflow.errors import WorkerError, WorkerLost
 from hybridflow.rollout.client import ReplicaLost
 
@@ -35,12 +35,12 @@ from serving_scenes import (  # noqa: E402
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800), pytest.mark.xdist_group("ray")]
 
 
-def backend(cluster: Cluster, size: int, make: Any, **settings: float) -> RayBackend:
+def backend(cluster: RayCluster, size: int, make: Any, **settings: float) -> RayBackend:
     pools = {"actor": "train", "rollout": "gen"}
     return start(cluster, {"train": 1, "gen": size}, pools, make, rooms=("rollout", "workers"), **settings)
 
 
-def test_an_engine_that_stops_answering_ends_serving_and_the_update(cluster: Cluster) -> None:
+def test_an_engine_that_stops_answering_ends_serving_and_the_update(cluster: RayCluster) -> None:
     made = backend(cluster, 1, standing_factories, call_timeout=6.0)
     groups = Groups(made)
     try:
@@ -57,7 +57,7 @@ def test_an_engine_that_stops_answering_ends_serving_and_the_update(cluster: Clu
         made.shutdown()
 
 
-def test_a_push_that_hangs_ends_within_its_deadline(cluster: Cluster) -> None:
+def test_a_push_that_hangs_ends_within_its_deadline(cluster: RayCluster) -> None:
     made = backend(cluster, 1, hanging_factories, call_timeout=6.0)
     groups = Groups(made)
     try:
@@ -75,7 +75,7 @@ def test_a_push_that_hangs_ends_within_its_deadline(cluster: Cluster) -> None:
         made.shutdown()
 
 
-def test_a_replica_that_dies_ends_serving_and_the_update(cluster: Cluster) -> None:
+def test_a_replica_that_dies_ends_serving_and_the_update(cluster: RayCluster) -> None:
     made = backend(cluster, 2, factories)
     groups = Groups(made)
     try:

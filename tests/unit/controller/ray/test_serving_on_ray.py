@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from hybridflow.controller.ray.backend import RayBackend
-from hybridflow.controller.ray.cluster import Cluster
+from hybridflow.controller.ray.cluster import RayCluster
 
 UNIT = Path(__file__).parents[2]
 for room in ("rollout", "workers"):
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.timeout(1800), pytest.mark.xdist_group("ray")]
 
 
 @pytest.fixture(scope="module")
-def serving(cluster: Cluster) -> Iterator[RayBackend]:
+def serving(cluster: RayCluster) -> Iterator[RayBackend]:
     """Two replicas; with one, the same scenes run in a process without Ray."""
     pools = {"actor": "train", "rollout": "gen"}
     sizes = {"train": 1, "gen": 2}

@@ -14,7 +14,7 @@ from house import Counter, CounterGroup
 from ray_house import start
 
 from hybridflow.controller.ray.backend import RayBackend
-from hybridflow.controller.ray.cluster import Cluster
+from hybridflow.controller.ray.cluster import RayCluster
 from hybridflow.controller.ray.transfer_queue import CONTROLLER, TransferQueue, cpus_of
 from hybridflow.controller.ray.transport import encode
 from hybridflow.errors import WorkerError, WorkerLost
@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.timeout(1800), pytest.mark.xdist_group("ray")]
 
 
 @pytest.fixture(scope="module")
-def held_backend(cluster: Cluster) -> Iterator[RayBackend]:
+def held_backend(cluster: RayCluster) -> Iterator[RayBackend]:
     """Two processes whose rows are in the queue."""
     backend = start(
         cluster, {"train": 2}, {"counter": "train"}, start_queue=lambda left: TransferQueue.start({}, left)
@@ -97,7 +97,7 @@ def test_the_processes_of_the_queue() -> None:
     assert cpus_of({"backend": {"storage_backend": "MooncakeStore"}}) == 1
 
 
-def test_the_queue_ends_with_the_run_that_started_it(cluster: Cluster, held_backend: RayBackend) -> None:
+def test_the_queue_ends_with_the_run_that_started_it(cluster: RayCluster, held_backend: RayBackend) -> None:
     held_backend.shutdown()
     with pytest.raises(ValueError):
         ray.get_actor(**CONTROLLER)

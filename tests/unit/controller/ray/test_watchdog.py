@@ -15,7 +15,7 @@ import ray
 import sleeper
 from ray import cloudpickle
 
-from hybridflow.controller.ray.cluster import Cluster
+from hybridflow.controller.ray.cluster import RayCluster
 from hybridflow.controller.ray.running import Failure, Process, RayPart, Running, Traffic
 from hybridflow.controller.ray.watchdog import Watchdog
 from hybridflow.controller.worker import Place
@@ -64,7 +64,7 @@ class House:
 
 
 @pytest.fixture
-def house(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[House]:
+def house(cluster: RayCluster, request: pytest.FixtureRequest) -> Iterator[House]:
     house = House(**getattr(request, "param", {}))
     yield house
     house.close()

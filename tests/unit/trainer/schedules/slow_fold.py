@@ -7,18 +7,18 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from hybridflow.trainer.schedules.ledger_state import LedgerState, Phase
+from hybridflow.trainer.schedules.ledger_state import GroupPhase, LedgerState
 
 Line = dict[str, Any]
 
 PHASE_AFTER = {
-    "admitted": Phase.GENERATING,
-    "restarted": Phase.GENERATING,
-    "finished": Phase.FINISHED,
-    "scored": Phase.SCORED,
-    "taken": Phase.TAKEN,
-    "failed": Phase.FAILED,
-    "filtered": Phase.FILTERED,
+    "admitted": GroupPhase.GENERATING,
+    "restarted": GroupPhase.GENERATING,
+    "finished": GroupPhase.FINISHED,
+    "scored": GroupPhase.SCORED,
+    "taken": GroupPhase.TAKEN,
+    "failed": GroupPhase.FAILED,
+    "filtered": GroupPhase.FILTERED,
 }
 
 
@@ -43,7 +43,7 @@ def slow_fold(lines: list[Line]) -> dict[str, Any]:
     """The numbers of a `LedgerState`, by name."""
     published = [line["version"] for line in lines if line["kind"] == "published"]
     version = max(published, default=0)
-    phases: dict[int, Phase] = {}
+    phases: dict[int, GroupPhase] = {}
     versions: dict[int, int] = {}
     steps: dict[int, int] = {}
     scored: list[int] = []
@@ -54,7 +54,7 @@ def slow_fold(lines: list[Line]) -> dict[str, Any]:
             continue
         for index in indices(line):
             groups[line["kind"]] += 1
-            phases[index] = PHASE_AFTER.get(line["kind"], phases.get(index, Phase.FAILED))
+            phases[index] = PHASE_AFTER.get(line["kind"], phases.get(index, GroupPhase.FAILED))
             if line["kind"] in ("admitted", "restarted"):
                 versions[index] = line["version"]
             if line["kind"] == "taken":
@@ -64,14 +64,14 @@ def slow_fold(lines: list[Line]) -> dict[str, Any]:
         tokens[line["kind"]] += line.get("tokens", 0)
     for index, step in steps.items():
         if step < version:
-            phases[index] = Phase.TRAINED
+            phases[index] = GroupPhase.TRAINED
     order = [i for line in lines if line["kind"] == "taken" for i in indices(line)]
-    open_phases = (Phase.GENERATING, Phase.FINISHED, Phase.SCORED)
+    open_phases = (GroupPhase.GENERATING, GroupPhase.FINISHED, GroupPhase.SCORED)
     return {
         "version": version,
         "phases": phases,
         "active": {i: versions[i] for i, phase in phases.items() if phase in open_phases},
-        "ready": [index for index in scored if phases[index] == Phase.SCORED],
+        "ready": [index for index in scored if phases[index] == GroupPhase.SCORED],
         "batches": {
             step: [index for index in order if steps[index] == step]
             for step in set(steps.values())

@@ -32,9 +32,9 @@ from hybridflow.trainer.schedules.ledger_state import (
     Failed,
     Filtered,
     Finished,
+    GroupPhase,
     ImpossibleTransition,
     LedgerState,
-    Phase,
     Published,
     Replaced,
     Replayed,
@@ -107,7 +107,7 @@ def test_what_cannot_follow_is_not_written_nor_what_is_behind_it(path: Path) -> 
             ledger.append(Admitted(0, version=0), Admitted(5, version=0), Admitted(1, version=0))
         assert ledger.position == 1 and path.read_bytes().count(b"\n") == 1
         ledger.append(Finished(0))
-    assert reopened(path)["phases"] == {0: Phase.FINISHED}
+    assert reopened(path)["phases"] == {0: GroupPhase.FINISHED}
 
 
 @pytest.mark.parametrize("last", [EACH_KIND[-1:], EACH_KIND[-3:]])
@@ -216,13 +216,13 @@ def test_a_position_that_the_file_has_not_is_refused(path: Path, position: int) 
 def random_transition(state: LedgerState, chance: random.Random) -> Transition | None:
     """Draw a transition that may follow, over one group or more; None where its kind fits no group."""
 
-    def some(*phases: Phase) -> tuple[int, int]:
+    def some(*phases: GroupPhase) -> tuple[int, int]:
         fitting = [i for i in range(state.num_admitted) if state.phase(i) in phases]
         run = chance.choice(list(ranges(fitting)))
         first = chance.choice(run)
         return first, chance.randint(1, run.stop - first)
 
-    open_phases = (Phase.GENERATING, Phase.FINISHED, Phase.SCORED)
+    open_phases = (GroupPhase.GENERATING, GroupPhase.FINISHED, GroupPhase.SCORED)
     tokens = chance.choice((0, 17))
     try:
         match chance.choice(list(KINDS)):
@@ -231,23 +231,25 @@ def random_transition(state: LedgerState, chance: random.Random) -> Transition |
             case "restarted":
                 return Restarted(*some(*open_phases), version=state.version)
             case "finished":
-                return Finished(*some(Phase.GENERATING), tokens=tokens)
+                return Finished(*some(GroupPhase.GENERATING), tokens=tokens)
             case "scored":
-                return Scored(*some(Phase.FINISHED))
+                return Scored(*some(GroupPhase.FINISHED))
             case "taken":
-                return Taken(*some(Phase.SCORED), step=state.version + chance.randint(0, 1), tokens=tokens)
+                return Taken(
+                    *some(GroupPhase.SCORED), step=state.version + chance.randint(0, 1), tokens=tokens
+                )
             case "published":
                 return Published(state.version + 1)
             case "failed":
                 return Failed(*some(*open_phases), cause=chance.choice("ab"), tokens=tokens)
             case "filtered":
-                return Filtered(*some(Phase.SCORED))
+                return Filtered(*some(GroupPhase.SCORED))
             case "replaced":
                 return replace(
-                    Replaced(*some(Phase.FAILED, Phase.FILTERED), by=some(*open_phases)[0]), count=1
+                    Replaced(*some(GroupPhase.FAILED, GroupPhase.FILTERED), by=some(*open_phases)[0]), count=1
                 )
             case "replayed":
-                return Replayed(*some(Phase.TAKEN, Phase.TRAINED), step=state.version)
+                return Replayed(*some(GroupPhase.TAKEN, GroupPhase.TRAINED), step=state.version)
     except IndexError:
         pass
     return None

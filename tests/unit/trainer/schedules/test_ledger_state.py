@@ -13,10 +13,10 @@ from hybridflow.trainer.schedules.ledger_state import (
     Failed,
     Filtered,
     Finished,
+    GroupPhase,
     Groups,
     ImpossibleTransition,
     LedgerState,
-    Phase,
     Published,
     Replaced,
     Replayed,
@@ -43,10 +43,10 @@ def scored(first: int, count: int, version: int = 0) -> tuple[Transition, ...]:
 def test_a_batch_that_moves_as_a_whole() -> None:
     state = state_of(*scored(0, 4), Taken(0, 4, step=0, tokens=40))
     assert state.num_taken == 4 and state.batches == {0: [0, 1, 2, 3]} and not state.active
-    assert state.phase(2) == Phase.TAKEN
+    assert state.phase(2) == GroupPhase.TAKEN
     state.apply(Published(1))
     assert state.version == 1 and state.trained_per_step == [4] and state.batches == {}
-    assert state.phase(2) == Phase.TRAINED and state.tokens["taken"] == 40
+    assert state.phase(2) == GroupPhase.TRAINED and state.tokens["taken"] == 40
     state.apply(Published(2))
     assert state.trained_per_step == [4, 0], "a step without groups publishes too"
 
@@ -61,7 +61,7 @@ def test_groups_are_ready_in_the_order_in_which_they_were_scored() -> None:
 def test_a_group_that_starts_anew_has_the_version_of_now() -> None:
     state = state_of(*scored(0, 2), Published(1), Restarted(0, version=1))
     assert state.active == {0: 1, 1: 0} and list(state.ready) == [1]
-    assert state.phase(0) == Phase.GENERATING and state.num_admitted == 2
+    assert state.phase(0) == GroupPhase.GENERATING and state.num_admitted == 2
     for transition in (Finished(0), Scored(0), Taken(0, 2, step=1)):
         state.apply(transition)
     assert state.staleness == {0: 1, 1: 1}

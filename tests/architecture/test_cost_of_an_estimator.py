@@ -35,8 +35,8 @@ from hybridflow.algorithms.policy_losses.inputs import LossInputs, finish_loss
 
 def toy(inputs: LossInputs, *, toy_pull: float = 0.5, loss_agg_mode: str = "token-sum") -> LossOutput:
     """ξ·logπ."""
-    tokens = inputs.tokens()
-    return finish_loss(inputs, tokens, toy_pull * tokens.log_prob, loss_agg_mode)
+    tokens = inputs.tokens
+    return finish_loss(inputs, toy_pull * tokens.log_prob, loss_agg_mode)
 '''
 WRITTEN = {"algorithms/advantages/toy.py": TOY, "algorithms/policy_losses/toy.py": TOY_LOSS}
 INSERTED = {

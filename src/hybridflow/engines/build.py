@@ -96,7 +96,9 @@ def build_engine(
         stage = _stage_of(module, mesh, fsdp)
         blocks = decoder_blocks(module) if stage is None else stage.layers
         trained = optim is not None
-        compute_dtypes = _shard(meta, blocks, mesh, fsdp, device, trained=trained, lora=lora, stage=stage)
+        compute_dtypes = _parallelize(
+            meta, blocks, mesh, fsdp, device, trained=trained, lora=lora, stage=stage
+        )
     if isinstance(module, ScoreModel) and module.new_head and optim is None:
         raise ModelError(
             f"model {model['path']!r} has no head ({', '.join(HEAD_NAMES)}) in its files, so all scores "
@@ -134,7 +136,7 @@ def _stage_of(module: PolicyModel | ValueModel, mesh: EngineMesh, fsdp: FSDPConf
     return Stage(module, stage=mesh.column.stage, stages=stages, parts=parts)
 
 
-def _shard(
+def _parallelize(
     meta: MetaModel,
     blocks: list[nn.Module],
     mesh: EngineMesh,
@@ -145,7 +147,16 @@ def _shard(
     lora: LoraSettings | None,
     stage: Stage | None,
 ) -> dict[str, torch.dtype]:
-    """Shard a model on the meta device, or one stage of it, and read this rank's part of its weights.
+    """Cut a model on the meta device, or one stage of it, among the ranks, and read this rank's part.
+
+    The order matters:
+
+        tensor parallelism   cuts dense layers, whose slices adapters, experts and FSDP then see
+        LoRA                 on the cut layers, so that its matrices are cut alike
+        expert parallelism   takes experts out of what FSDP gathers
+        stage                says which parameters are absent here
+        FSDP                 shards what is left, block by block
+        weights              memory comes last: no rank ever holds the whole model
 
     Returns the compute dtypes of the parameters whose shards are wider, by name.
     """

@@ -23,9 +23,9 @@ def cispo(
     Left out: the paper's optional mask of tokens, which would bring back the clip that the loss is there to
     avoid.
     """
-    tokens = inputs.tokens()
+    tokens = inputs.tokens
     ratio = tokens.log_ratio.detach().exp()
     weight = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     loss = -weight * tokens.advantages * tokens.log_prob
     fractions = {"actor/pg_clipfrac": weight != ratio}
-    return finish_loss(inputs, tokens, loss, loss_agg_mode, fractions)
+    return finish_loss(inputs, loss, loss_agg_mode, fractions)

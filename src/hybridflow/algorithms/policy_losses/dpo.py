@@ -40,7 +40,7 @@ def dpo(
 
     Left out: SPIN's rounds on one set of samples, and the SFT term that some add.
     """
-    tokens = inputs.tokens()
+    tokens = inputs.tokens
     moved = masked_sum(
         tokens.log_prob - zero_outside(ref_log_prob, tokens.mask).detach(), tokens.mask, dim=-1
     )
@@ -70,7 +70,7 @@ def dpo(
         "actor/dpo_margin": (dpo_beta * margin.sum(), count),
     }
     loss = per_token(row_loss, tokens.mask)
-    return finish_loss(inputs, tokens, loss, loss_agg_mode, ratios=measured)
+    return finish_loss(inputs, loss, loss_agg_mode, ratios=measured)
 
 
 def in_a_pair(advantages: Tensor, loss_mask: Tensor, group_ids: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ def dppo_tv(
     tokens: `actor/pg_clipfrac` (outside the trust region), `actor/pg_clipfrac_upper` (c bounds the weight),
     `actor/ppo_kl` (logπ_old − logπ). Left out: the top-k form of the divergence, which needs logits.
     """
-    tokens = inputs.tokens()
+    tokens = inputs.tokens
     moved = tokens.log_prob.detach().exp() - tokens.old_log_prob.exp()
     outside = torch.where(tokens.advantages > 0, moved > clip_high, moved < -clip_low)
     return _trusted(inputs, tokens, outside, clip_c, loss_agg_mode)
@@ -48,7 +48,7 @@ def dppo_kl(
     ε_low, ε_high: `clip_low`, `clip_high`, nats. A log-prob above 0, which rounding makes, counts as 0. All
     else as in `dppo_tv`. Left out: as there, the top-k form.
     """
-    tokens = inputs.tokens()
+    tokens = inputs.tokens
     now = tokens.log_prob.detach().clamp(max=0.0)
     old = tokens.old_log_prob.clamp(max=0.0)
     divergence = _two_way_kl(old, now)
@@ -75,4 +75,4 @@ def _trusted(
     weight = ratio if clip_c is None else ratio.clamp(max=clip_c)
     loss = torch.where(outside, 0.0, -tokens.advantages * weight * tokens.log_prob)
     fractions = {"actor/pg_clipfrac": outside, "actor/pg_clipfrac_upper": (weight != ratio) & ~outside}
-    return finish_loss(inputs, tokens, loss, loss_agg_mode, fractions)
+    return finish_loss(inputs, loss, loss_agg_mode, fractions)

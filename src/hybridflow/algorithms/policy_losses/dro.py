@@ -21,8 +21,8 @@ def dro(
     Left out: the paper's value function, learned beside the policy: A comes from the advantage estimator; and
     whole responses, for which tokens stand.
     """
-    tokens = inputs.tokens()
+    tokens = inputs.tokens
     penalty = 0.5 * dro_beta * (tokens.log_prob - tokens.old_log_prob).square()
     loss = penalty - tokens.advantages * tokens.log_prob
     fractions = {"actor/dro_penalty": penalty}
-    return finish_loss(inputs, tokens, loss, loss_agg_mode, fractions)
+    return finish_loss(inputs, loss, loss_agg_mode, fractions)

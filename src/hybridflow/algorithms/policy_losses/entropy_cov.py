@@ -67,12 +67,12 @@ def clip_cov(
             "clip_cov needs clip_cov_selected [B, R]: call select_clip_cov on the whole mini-batch and hand "
             "in its column"
         )
-    tokens = inputs.tokens()
+    tokens = inputs.tokens
     loss, clip_decides = clipped(tokens.advantages, tokens.log_ratio.exp(), clip_low, clip_high)
     selected = clip_cov_selected.bool()
     fractions = {"actor/pg_clipfrac": clip_decides & ~selected, "actor/cov_clipfrac": selected}
     loss = torch.where(selected, 0.0, loss)
-    return finish_loss(inputs, tokens, loss, loss_agg_mode, fractions)
+    return finish_loss(inputs, loss, loss_agg_mode, fractions)
 
 
 def select_kl_cov(
@@ -114,13 +114,13 @@ def kl_cov(
             "kl_cov needs kl_cov_selected [B, R]: call select_kl_cov on the whole mini-batch and hand in "
             "its column"
         )
-    tokens = inputs.tokens()
+    tokens = inputs.tokens
     selected = kl_cov_selected.bool()
     loss = -tokens.advantages * tokens.log_ratio.exp() + torch.where(
         selected, ppo_kl_coef * tokens.log_ratio.abs(), 0.0
     )
     fractions = {"actor/cov_clipfrac": selected}
-    return finish_loss(inputs, tokens, loss, loss_agg_mode, fractions)
+    return finish_loss(inputs, loss, loss_agg_mode, fractions)
 
 
 def covariance(tokens: Tokens) -> Tensor:

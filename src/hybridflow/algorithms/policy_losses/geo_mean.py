@@ -25,7 +25,7 @@ def geo_mean(
 
     Beside the paper: where the tokens of a row have several advantages, Ā stands for them. Left out: nothing.
     """
-    tokens = inputs.tokens()
+    tokens = inputs.tokens
     row = masked_mean(tokens.advantages, tokens.mask, dim=-1).unsqueeze(-1)
     bounded = torch.where(
         row > 0, tokens.log_ratio.clamp(max=clip_high), tokens.log_ratio.clamp(min=-clip_low)
@@ -33,4 +33,4 @@ def geo_mean(
     ratio = masked_mean(bounded, tokens.mask, dim=-1).exp().unsqueeze(-1)
     loss = (-row * ratio).expand(tokens.mask.shape)
     fractions = {"actor/pg_clipfrac": bounded != tokens.log_ratio}
-    return finish_loss(inputs, tokens, loss, loss_agg_mode, fractions)
+    return finish_loss(inputs, loss, loss_agg_mode, fractions)

@@ -25,10 +25,10 @@ def gspo(
     trajectory has its own ratio. Left out: the form without tokens, whose gradient this has where the
     tokens of a row share one advantage.
     """
-    tokens = inputs.tokens()
+    tokens = inputs.tokens
     moved = masked_mean(tokens.log_prob - tokens.old_log_prob, tokens.mask, dim=-1)
     sequence = moved.clamp(-20.0, 20.0).exp().detach().unsqueeze(-1)
     ratio = sequence * (tokens.log_prob - tokens.log_prob.detach()).exp()
     loss, clip_decides = clipped(tokens.advantages, ratio, clip_low, clip_high)
     fractions = {"actor/pg_clipfrac": clip_decides}
-    return finish_loss(inputs, tokens, loss, loss_agg_mode, fractions)
+    return finish_loss(inputs, loss, loss_agg_mode, fractions)

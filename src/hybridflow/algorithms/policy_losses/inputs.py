@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -79,8 +80,9 @@ class LossInputs:
                     f"number a token of each row, like response_mask, which is {wanted}"
                 )
 
+    @cached_property
     def tokens(self) -> Tokens:
-        """Return the tokens with their log-ratio."""
+        """The tokens with their log-ratio."""
         return Tokens.of(self.log_prob, self.old_log_prob, self.advantages, self.response_mask)
 
 
@@ -100,7 +102,6 @@ def per_token(row_loss: Tensor, mask: Tensor) -> Tensor:
 
 def finish_loss(
     inputs: LossInputs,
-    tokens: Tokens,
     loss: Tensor,
     mode: str,
     fractions: Mapping[str, Tensor] | None = None,
@@ -111,6 +112,7 @@ def finish_loss(
     `fractions` are further metrics [B, R], reported as means over tokens; `ratios` are metrics that count
     something else. `actor/ppo_kl`, the mean of −logρ over tokens, is always reported.
     """
+    tokens = inputs.tokens
     if inputs.rollout_is_weights is not None:
         loss = loss * zero_outside(inputs.rollout_is_weights, tokens.mask).detach()
     count = tokens.mask.sum()

@@ -20,6 +20,6 @@ def reinforce(
     is that of samples from the policy as it was. GPG's weight for groups that say nothing is in the estimator
     `gpg`.
     """
-    tokens = inputs.tokens()
+    tokens = inputs.tokens
     loss = -tokens.advantages * tokens.log_prob
-    return finish_loss(inputs, tokens, loss, loss_agg_mode)
+    return finish_loss(inputs, loss, loss_agg_mode)

@@ -23,9 +23,9 @@ def sapo(
     sigmoid(τ·(ρ − 1)): 1 where nothing is held back, near 0 where a hard clip would have been),
     `actor/ppo_kl` (logπ_old − logπ). Left out: nothing.
     """
-    tokens = inputs.tokens()
+    tokens = inputs.tokens
     a = tokens.advantages
     tau = torch.where(a > 0, a.new_tensor(tau_pos), a.new_tensor(tau_neg))
     gate = (tau * (tokens.log_ratio.exp() - 1.0)).sigmoid()
     fractions = {"actor/pg_gate": 4.0 * gate * (1.0 - gate)}
-    return finish_loss(inputs, tokens, -a * (4.0 / tau) * gate, loss_agg_mode, fractions)
+    return finish_loss(inputs, -a * (4.0 / tau) * gate, loss_agg_mode, fractions)

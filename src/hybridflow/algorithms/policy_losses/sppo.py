@@ -29,11 +29,11 @@ def sppo(
             "loss_mode=sppo compares whole responses, and a trajectory of this mini-batch has several rows: "
             "use an agent that only goes on with its last prompt, or another loss"
         )
-    tokens = inputs.tokens()
+    tokens = inputs.tokens
     rows = tokens.mask.any(-1)
     error = masked_sum(tokens.log_prob - tokens.old_log_prob, tokens.mask, dim=-1) - masked_mean(
         tokens.advantages, tokens.mask, dim=-1
     )
     measured = {"actor/sppo_error": (error.detach().abs().sum(), rows.sum())}
     loss = per_token(error.square(), tokens.mask)
-    return finish_loss(inputs, tokens, loss, loss_agg_mode, ratios=measured)
+    return finish_loss(inputs, loss, loss_agg_mode, ratios=measured)

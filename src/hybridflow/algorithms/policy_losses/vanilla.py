@@ -26,7 +26,7 @@ def vanilla(
     Left out: PPO's form with an adaptive KL penalty; `use_kl_loss` and KL in the reward are terms of their
     own.
     """
-    tokens = inputs.tokens()
+    tokens = inputs.tokens
     a = tokens.advantages
     loss, clip_decides = clipped(a, tokens.log_ratio.exp(), clip_low, clip_high)
     bound_decides = torch.zeros_like(clip_decides)
@@ -34,4 +34,4 @@ def vanilla(
         bound_decides = (a < 0) & (loss > -a * clip_c)
         loss = torch.where(bound_decides, -a * clip_c, loss)
     fractions = {"actor/pg_clipfrac": clip_decides, "actor/pg_clipfrac_lower": bound_decides}
-    return finish_loss(inputs, tokens, loss, loss_agg_mode, fractions)
+    return finish_loss(inputs, loss, loss_agg_mode, fractions)

@@ -159,9 +159,9 @@ docs-test: setup  ## every block of the documents is run or checked, the site is
 help:  ## what there is to make
 	@sed -nE 's/^([a-z-]+):.*## (.*)/\1\t\2/p' Makefile | sort | expand -t 20
 
-format: setup
+format: setup  ## let ruff mend what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-clean:
+clean:  ## remove what was built
 	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-trackers build dist .pytest_cache .mypy_cache .ruff_cache .coverage

@@ -414,7 +414,7 @@ def main() -> None:
             result.setdefault("copies", first)
             cases = result["cases"].setdefault(str(threads), {})
             for rows in options.rows:
-                cases[str(rows)] = side.spec({"rows": rows, "rounds": rounds})
+                cases[str(rows)] = side.ask({"rows": rows, "rounds": rounds})
                 print(f"{threads} threads, {rows} rows", file=sys.stderr, flush=True)
             side.close()
     result = {**kit.facts(["torch", "transformers"]), **result, "quality": [], "quality_of": ""}

@@ -67,7 +67,10 @@ def serve(model: Path, rows: int) -> None:
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    from hybridflow.models.files.build import build_policy
+    try:
+        from hybridflow.models.files.build import build_policy
+    except ModuleNotFoundError:  # an older checkout
+        from hybridflow.models.build import build_policy
     from hybridflow.protocol.prompt import Prompt
     from hybridflow.rollout.base import GenerationRequest, SamplingParams
     from hybridflow.rollout.native.engine import NativeEngine
@@ -131,7 +134,7 @@ def measure(
         most = MOST_TOKENS[model]
         lengths = [max(1, length * most // kit.MAX_TOKENS) for length in kit.lengths_of(rows, pattern)]
         # the first generation, whose operations are counted, is also the warm-up
-        details = {name: side.spec({"lengths": lengths, "detail": True}) for name, side in sides.items()}
+        details = {name: side.ask({"lengths": lengths, "detail": True}) for name, side in sides.items()}
         question = {"lengths": lengths, "detail": False}
         asks = {name: partial(side.spec, question) for name, side in sides.items()}
         case: dict[str, Any] = {"model": model, "threads": threads, "rows": rows, "lengths": pattern}

@@ -28,8 +28,7 @@ from hybridflow.models.tiny import create_tiny_model
 from hybridflow.rollout.base import GenerationRequest
 from hybridflow.trainer.ppo.build import PPOTrainer, build
 from hybridflow.workers import RolloutGroup
-from hybridflow.workers.rollout import Finished
-from hybridflow.workers.rollout_group import Generated
+from hybridflow.workers.rollout_group import Finished, Generated
 
 SAMPLES = 4
 PAGE = Path(__file__).resolve().parent / "results" / "reward_overlap.md"

@@ -76,7 +76,7 @@ RANDOM_REWARD = "reward.function=random"
 MODELS = """
 import sys
 from pathlib import Path
-from hybridflow.environments.built_in import WORDS
+from hybridflow.environments.built_in import CALL_WORDS
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.models.tiny import create_tiny_tool_tokenizer
 folder = Path(sys.argv[1])
@@ -84,7 +84,7 @@ sys.path.insert(0, sys.argv[2])
 from tiny_vlm import create_tiny_vlm
 create_tiny_model(folder / "text")
 create_tiny_model(folder / "experts", experts=4)
-create_tiny_model(folder / "tools", tokenizer=create_tiny_tool_tokenizer(WORDS))
+create_tiny_model(folder / "tools", tokenizer=create_tiny_tool_tokenizer(CALL_WORDS))
 create_tiny_vlm(folder / "pictures")
 """
 

@@ -29,7 +29,10 @@ STEPS = 12
 
 GENERATE = """
 import sys
-from hybridflow.models.files.build import build_policy
+try:
+    from hybridflow.models.files.build import build_policy
+except ModuleNotFoundError:  # older commits
+    from hybridflow.models.build import build_policy
 try:
     from hybridflow.protocol.prompt import Prompt
 except ModuleNotFoundError:  # in older commits a prompt is its token ids

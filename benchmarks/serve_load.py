@@ -96,7 +96,7 @@ def is_whole(text: str, stream: bool, n: int) -> bool:
     return events[-1] == "[DONE]" and ended == set(range(n))
 
 
-async def spec(client: httpx.AsyncClient, draw: random.Random, wave: Wave) -> None:
+async def ask(client: httpx.AsyncClient, draw: random.Random, wave: Wave) -> None:
     """One request, and what became of it."""
     kind, stream, leave = (
         draw.random(),
@@ -141,7 +141,7 @@ async def run_wave(url: str, token: str, requests: int, seed: int, server: psuti
     headers = {"Authorization": f"Bearer {token}"}
     started = time.perf_counter()
     async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=300) as client:
-        await asyncio.gather(*(spec(client, draw, wave) for _ in range(requests)))
+        await asyncio.gather(*(ask(client, draw, wave) for _ in range(requests)))
         wave.total = time.perf_counter() - started
         for _ in range(200):
             wave.left_in_work = in_work((await client.get("/metrics")).text)

@@ -147,7 +147,7 @@ class Side:
                 return found
         raise RuntimeError(f"{' '.join(map(str, self.process.args))} ended with status {self.process.wait()}")
 
-    def spec(self, question: Any = None) -> dict[str, Any]:
+    def ask(self, question: Any = None) -> dict[str, Any]:
         """One question, one answer."""
         assert self.process.stdin is not None
         print(json.dumps(question), file=self.process.stdin, flush=True)

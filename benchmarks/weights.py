@@ -7,9 +7,8 @@ memory, against a plain copy.
     their weights are, what an update
                  of the rollout copies and allocates, and how long it takes; beside it, the time of copying
                  the parameters once
-    push         `rollout.push.sender.push` to a `Receiver` in another process, which copies every tensor into
-    weights of its own: with the
-                 checksums that prove the arrival, and without them
+    push         `weight_sync.wire.sender.push` to a `Receiver` in another process, which copies every
+                 tensor into its own weights: with the checksums that prove the arrival, and without them
     transport    the same bytes by the same road without protocol: into a file in memory, and by the other
     process out of it
 
@@ -24,6 +23,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +48,7 @@ def receive(megabytes: int, *, summed: bool) -> None:
     own = make_weights(megabytes)
     taker = receiver.Receiver()
     if not summed:
-        receiver.bit_sum = no_sum  # type: ignore[assignment]
+        receiver.bit_sums = no_sums  # type: ignore[assignment]
 
     def load(weights: Any) -> None:
         for name, tensor in weights:
@@ -70,9 +70,9 @@ def receive(megabytes: int, *, summed: bool) -> None:
         kit.say({"copied": offset})
 
 
-def no_sum(tensor: torch.Tensor, box: Any) -> torch.Tensor:
-    """In place of a checksum."""
-    return torch.zeros((), dtype=torch.int64)
+def no_sums(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """In place of checksums."""
+    return torch.zeros(len(tensors), dtype=torch.int64)
 
 
 def across(options: argparse.Namespace) -> dict[str, list[float]]:
@@ -81,7 +81,7 @@ def across(options: argparse.Namespace) -> dict[str, list[float]]:
     from hybridflow.weight_sync.wire.transports import SharedMemoryWriter
 
     weights = make_weights(options.megabytes)
-    bit_sum = sender.bit_sum
+    bit_sums = sender.bit_sums
     size = sum(tensor.numel() * 4 for tensor in weights.values())
     commands = {
         name: kit.own_command(__file__, "--receive", name, "--megabytes", options.megabytes)
@@ -93,9 +93,9 @@ def across(options: argparse.Namespace) -> dict[str, list[float]]:
 
         def pushed(name: str) -> float:
             def call(method: str, receipt: dict[str, Any]) -> list[Any]:
-                return [sides[name].spec({"receipt": receipt})]
+                return [sides[name].ask({"receipt": receipt})]
 
-            sender.bit_sum = bit_sum if name == "checked" else no_sum  # type: ignore[assignment]
+            sender.bit_sums = bit_sums if name == "checked" else no_sums  # type: ignore[assignment]
             began = time.perf_counter()
             sender.push(call, weights.items(), next(version), workers=1)
             return time.perf_counter() - began
@@ -107,7 +107,7 @@ def across(options: argparse.Namespace) -> dict[str, list[float]]:
                 flat = tensor.view(-1).view(torch.uint8)
                 writer.buffer[offset : offset + len(flat)].copy_(flat)
                 offset += len(flat)
-            sides["plain"].spec({"plain": writer.facts(0)})
+            sides["plain"].ask({"plain": writer.facts(0)})
             return time.perf_counter() - began
 
         ways = {

@@ -1,7 +1,7 @@
 """No dead keys: each key of the schema is read, by its whole path, in the code outside `config/`.
 
 The blocks that an expression may stand for are followed through annotations, assignments and attributes: of
-`def train(optim: OptimConfig)` every optimizer's block, of `config.root.optim` the critic's alone.
+`def train(optim: OptimConfig)` every optimizer's block, of `config.critic.optim` the critic's alone.
 """
 
 from __future__ import annotations

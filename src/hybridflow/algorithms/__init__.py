@@ -9,8 +9,7 @@ arguments.
     rollout_correction   two policies -> weights, rejection, metrics
     process_reward       PRIME's rewards of tokens, and the loss of their model
     resampling           scores -> rows drawn with replacement
-    aggregation          token losses -> one number, by counts handed in
-    masked               means, variance and whitening under a mask
+    aggregation          token losses -> one number, by counts handed in; means and whitening under a mask
 
 Everything computes in float32 or better (float64 stays float64) and gives 0 where the mask is false, whatever
 stands there.

@@ -3,8 +3,8 @@
 A mini-batch is counted once, as a whole (`LossScale.count`, summed over ranks). Each micro-batch then
 contributes its share, so the sum over micro-batches is the loss of the mini-batch, however it was cut.
 
-It counts with statistics of the tokens that a mask [B, R] bool leaves in; values outside the mask, NaN
-included, have no effect. None of them fails on an empty mask or on a single token.
+The masked statistics are of the tokens that a mask [B, R] bool leaves in: values outside of it, NaN included,
+have no effect. None of them fails on an empty mask or on a single token.
 """
 
 from __future__ import annotations

@@ -95,7 +95,7 @@ class Dispatch:
     come back in the driver's order. A rank may get no rows.
     """
     DP_COMPUTE_METRICS: ClassVar[Dispatch]
-    """ShardedCall like DP_COMPUTE_PROTO; each leader returns Metrics, which are merged."""
+    """Sharded like DP_COMPUTE_PROTO; each leader returns Metrics, which are merged."""
     ALL_TO_ALL: ClassVar[Dispatch]
     """Each argument is a list with one entry for each rank, and so is the result."""
 

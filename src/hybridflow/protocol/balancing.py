@@ -23,7 +23,7 @@ some 0.1 s.
 class Workload:
     """The cost of a row of L tokens, linear · L + quadratic · L², in any unit.
 
-    `models.size.workload_of` gives it in FLOPs.
+    `models.files.size.workload_of` gives it in FLOPs.
     """
 
     linear: float = 1.0

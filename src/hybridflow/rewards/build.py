@@ -122,8 +122,6 @@ def build_reward_manager(config: RewardConfig, seed: int) -> RewardManager:
 
         scorer = RewardPool(config, seed)
     else:
-        from hybridflow.rewards.build import InProcessScorer
-
         scorer = InProcessScorer(partial(resolve, config, seed), config.timeout)
     if config.cache_size:
         scorer = CachedScorer(scorer, config.cache_size)

@@ -12,9 +12,9 @@ from torch.nn.functional import scaled_dot_product_attention
 from zoo import tiny_hf
 
 from hybridflow.distributed.accelerators import features
+from hybridflow.models.attention import kernels
+from hybridflow.models.attention import layouts as attending
 from hybridflow.models.attention.layouts import PackedLayout, attend_allowed
-from hybridflow.models.attention.layouts import kernels as kernels
-from hybridflow.models.attention.layouts import layouts as attending
 from hybridflow.models.attention.scores import Scores, masked_attention
 from hybridflow.models.files.probe import probe_policy
 from hybridflow.models.policy import PolicyModel

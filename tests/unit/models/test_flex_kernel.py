@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask
 
 from hybridflow.distributed.accelerators import features
+from hybridflow.models.attention import flex_kernel as flex
+from hybridflow.models.attention import kernels
+from hybridflow.models.attention import layouts as attending
 from hybridflow.models.attention.layouts import PackedLayout, attend_allowed
-from hybridflow.models.attention.layouts import flex_kernel as flex
-from hybridflow.models.attention.layouts import kernels as kernels
-from hybridflow.models.attention.layouts import layouts as attending
 from hybridflow.models.attention.scores import Scores, causal_mask, masked_attention
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")

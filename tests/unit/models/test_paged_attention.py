@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.models.attention.layouts import paged_kernel
+from hybridflow.models.attention import paged_kernel
 from hybridflow.models.attention.paged_kernel import kernel_problem, varlen_kernel
 from hybridflow.models.attention.scores import Scores
 from hybridflow.models.attention.span_layout import SpanLayout

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hybridflow.models.attention.layouts import PackedLayout, span_layout
+from hybridflow.models.attention import span_layout
+from hybridflow.models.attention.layouts import PackedLayout
 from hybridflow.models.attention.scores import Scores, masked_attention
 from hybridflow.models.attention.span_layout import SpanLayout
 from hybridflow.models.cache.kv_cache import LayerShape, SlotCache

@@ -230,7 +230,8 @@ def test_what_hangs_is_ended_at_its_deadline(bad_file: str, hangs: tuple[str, st
     name = "async_score" if "awaits_forever" in hangs else "compute_score"
     pool = RewardPool(config_of(bad_file, name, num_workers=1, timeout=SHORT), seed=0)
     for response in hangs:
-        (outcome,) = outcomes_of(pool, [request(response)])
+        outcome, other = outcomes_of(pool, [request(response), request("number", 5.0)])
+        assert other.score == 5.0, "what hangs costs its own row"
         assert outcome.error == "timeout" and f"reward.timeout={SHORT:g} " in outcome.detail
         assert outcome.seconds >= SHORT
     pool.close()

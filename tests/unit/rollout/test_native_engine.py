@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from rollout_models import EOS, KINDS, VOCABULARY, prompts, requests_for, run, tiny_engine
+from torch import Tensor
 from transformers import GenerationConfig
 
+from hybridflow.models.flat_decoder import FlatDecoder, FlatLayer
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows, pack
@@ -134,3 +138,22 @@ def test_random_numbers_are_the_ones_of_the_request() -> None:
             )
         assert int((cumulative <= number * cumulative[-1]).sum()) == token
         ids.append(token)
+
+
+def test_a_flat_decoder_whose_states_differ_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step in which the ways are compared leaves the modules' keys and values in the cache."""
+    requests = requests_for(prompts(3), temperature=0.0)
+    engine = tiny_engine()
+    wanted = run(engine, requests)
+    assert isinstance(engine.policy._decoder, FlatDecoder)
+    attend = FlatDecoder._attend
+
+    def other(self: FlatDecoder, layer: FlatLayer, states: Tensor, *rest: Any) -> Tensor:
+        return attend(self, layer, states * 1.5, *rest)
+
+    monkeypatch.setattr(FlatDecoder, "_attend", other)
+    engine = tiny_engine()
+    found = run(engine, requests)
+    assert engine.policy._decoder is not None and not isinstance(engine.policy._decoder, FlatDecoder)
+    for row, output in wanted.items():
+        assert (found[row].token_ids, found[row].log_probs) == (output.token_ids, output.log_probs)

@@ -232,7 +232,7 @@ from serving import TOKEN, TOKENIZER, echoes, tiny_model
 from test_serve_hostile import SlowTokenizer
 from hybridflow.rollout.client import EngineReplica, LLMClient
 from hybridflow.rollout.server.run import listen, run_server
-from hybridflow.rollout.server.service import Limits, Service
+from hybridflow.rollout.server.service import ServerLimits, Service
 
 class StuckSession(FakeSession):
     def step(self):
@@ -251,7 +251,7 @@ class Slow(SlowTokenizer):
 client = LLMClient([EngineReplica(StuckSession(echoes))])
 bound = listen("127.0.0.1", 0)
 print(bound.getsockname()[1], flush=True)
-run_server(Service(client, tiny_model(tokenizer=Slow()), Limits()), bound, token=TOKEN, grace_s=1)
+run_server(Service(client, tiny_model(tokenizer=Slow()), ServerLimits()), bound, token=TOKEN, grace_s=1)
 """
 
 

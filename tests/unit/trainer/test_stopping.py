@@ -273,13 +273,13 @@ def test_a_run_within_a_run_or_beside_it_leaves_the_signals_to_the_outer_one() -
     before = signal.getsignal(signal.SIGTERM)
     ended: list[bool] = []
 
-    def disaggregated() -> None:
+    def in_thread() -> None:
         with token.listening():
             pass
         ended.append(True)
 
     with pytest.raises(Stopped), token.listening():
-        thread = threading.Thread(target=disaggregated)
+        thread = threading.Thread(target=in_thread)
         thread.start()
         thread.join()
         assert ended

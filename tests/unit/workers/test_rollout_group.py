@@ -64,7 +64,7 @@ def test_a_loop_that_cannot_begin_is_an_error_and_no_hang(monkeypatch: pytest.Mo
 
 @pytest.fixture
 def seldom_idle(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OutputSpec for outputs without a long wait: the calls of `Two` come one after the other."""
+    """Ask for outputs without a long wait: the calls of `Two` come one after the other."""
     monkeypatch.setattr("hybridflow.workers.rollout_group.POLL_SECONDS", 0.01)
 
 

@@ -80,7 +80,7 @@ def test_requests_of_one_round_of_an_event_loop_are_sent_together() -> None:
     replica = WorkerReplica(group, 0)  # type: ignore[arg-type]
     replica.open()
 
-    async def spec() -> None:
+    async def ask() -> None:
         for number in (0, 1):
             replica.submit(request(number))
         assert not group.calls and replica.load == 2
@@ -88,7 +88,7 @@ def test_requests_of_one_round_of_an_event_loop_are_sent_together() -> None:
         replica.submit(request(2))
         replica.abort([2])  # not before it was sent
 
-    asyncio.run(spec())
+    asyncio.run(ask())
     replica.submit(request(3))  # outside of an event loop
     assert group.calls == [("submit", [0, 1]), ("submit", [2]), ("abort", [2]), ("submit", [3])]
 
@@ -97,11 +97,11 @@ def test_requests_that_cannot_be_sent_are_lost() -> None:
     replica = WorkerReplica(Sent(lost=True), 0)  # type: ignore[arg-type]
     replica.open()
 
-    async def spec() -> GenerationOutput:
+    async def ask() -> GenerationOutput:
         return await asyncio.wrap_future(replica.submit(request(0)))
 
     with pytest.raises(ReplicaLost, match="rollout-0 was not reached: WorkerLost: rollout-0 is gone"):
-        asyncio.run(spec())
+        asyncio.run(ask())
 
 
 def test_requests_that_another_call_was_to_send_are_lost_with_it() -> None:
@@ -109,14 +109,14 @@ def test_requests_that_another_call_was_to_send_are_lost_with_it() -> None:
     replica = WorkerReplica(group, 0)  # type: ignore[arg-type]
     replica.open()
 
-    async def spec() -> None:
+    async def ask() -> None:
         answers = [asyncio.wrap_future(replica.submit(request(number))) for number in (1, 2)]
         replica.abort([2])
         for answer in answers:
             with pytest.raises(ReplicaLost, match="was not reached"):
                 await answer
 
-    asyncio.run(spec())
+    asyncio.run(ask())
     assert replica.failure and replica.load == 0
 
 

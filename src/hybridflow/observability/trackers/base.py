@@ -35,7 +35,7 @@ START_SECONDS = 30.0
 CLOSE_SECONDS = 60.0
 """How long the end of a run waits until a library has sent what it holds."""
 QUIET_SECONDS = 2.0
-"""After this part of it, the wait is announced."""
+"""Seconds of a wait after which it is announced."""
 MOST_WAITING = 1000
 """Calls that may wait for a library; later ones are left out, and counted."""
 

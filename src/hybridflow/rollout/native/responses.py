@@ -140,7 +140,7 @@ class Choice:
     copy: HostCopy
     """`Sampled.facts`; of `asking`, tokens and log-probs [n, K] too."""
     index: NDArray[np.intp] | None = None
-    """CacheSlots of `rows` among those that got a token; None: they are all of them."""
+    """Places of `rows` among those that got a token; None: they are all of them."""
     short: list[Row] = field(default_factory=list)
     """Rows without a token, once it is taken: their leaders did not suffice."""
 

@@ -35,7 +35,7 @@ MOST_BIAS = 1e9
 LEADERS = 64
 """Top-k and top-p look at this many of the most probable tokens before they sort a large vocabulary."""
 MANY_LEADERS = 1024
-"""The same where the host does not wait for the result: a row for which they are too few loses two steps."""
+"""The number of leaders where the host does not wait: a row for which they are too few loses two steps."""
 
 # what a row may ask for
 DRAWN, GREEDY, TEMPERATURE, MIN_P, LEADING, LOGIT_BIAS, REPETITION, MIN_TOKENS, STOP_TEXTS, TOP_LOG_PROBS = (

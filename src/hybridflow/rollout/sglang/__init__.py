@@ -1,5 +1,5 @@
 """Generation by SGLang's HTTP server. The only door to sglang.
 
 SGLangEngine ──► SGLangServer (an `EngineRunner`), launched or external ──► SGLang's workers, with
-`loader.load` and `sampler.install`
+`loader.load` and `loader.install`
 """

@@ -1,3 +1,3 @@
-"""The PPO family: `step.py` is the algorithm, written once; a source (`sync.py`) makes the batches it learns
-from.
+"""The PPO family: `step.py` is the algorithm, written once; a source of `trainer/schedules` makes the batches
+it learns from.
 """

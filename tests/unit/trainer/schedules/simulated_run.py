@@ -120,7 +120,7 @@ class SimulatedRun:
             self.state.apply(transition)
 
     def may_admit(self) -> bool:
-        """OutputSpec the schedule."""
+        """Ask the schedule."""
         state = self.state
         return self.schedule.may_admit(state.num_taken, len(state.active), state.version)
 

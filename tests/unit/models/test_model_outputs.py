@@ -33,7 +33,7 @@ def llama() -> LlamaForCausalLM:
 
 
 @pytest.mark.parametrize(
-    ("ask", "names"),
+    ("spec", "names"),
     [
         (OutputSpec(log_probs=True), ["log_probs"]),
         (OutputSpec(log_probs=True, entropy=True), ["log_probs", "entropy"]),
@@ -61,7 +61,7 @@ def test_a_value_model_answers_with_values() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "ask"),
+    ("model", "spec"),
     [
         (PolicyModel, OutputSpec()),
         (PolicyModel, OutputSpec(log_probs=True, values=True)),

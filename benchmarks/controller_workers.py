@@ -215,7 +215,7 @@ class Simulated:
     def mesh(self, role: str) -> MeshInfo:
         return self._mesh
 
-    def together(self, role: str, other: str) -> bool:
+    def are_colocated(self, role: str, other: str) -> bool:
         return True
 
     def run(self, role: str, method: str, calls: Sequence[Call | None]) -> list[Any]:

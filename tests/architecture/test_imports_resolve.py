@@ -19,7 +19,7 @@ def names_of(module: str) -> frozenset[str] | None:
     """The names that a module of ours has, with modules of its folder; None: there is no such module."""
     path = PACKAGE.parent.joinpath(*module.split("."))
     names = {each.stem for each in path.glob("*") if each.suffix == ".py" or each.is_dir()}
-    path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+    path = path / "__init__.py" if (path / "__init__.py").is_file() else path.with_suffix(".py")
     if not path.is_file():
         return None
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):

@@ -205,7 +205,7 @@ class InTurn:
     def mesh(self, role: str) -> MeshInfo:
         return self._mesh
 
-    def together(self, role: str, other: str) -> bool:
+    def are_colocated(self, role: str, other: str) -> bool:
         return True
 
     def peers(self, role: str) -> Peers:

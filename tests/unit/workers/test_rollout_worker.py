@@ -129,7 +129,7 @@ def generated(worker: RolloutWorker, asked: Sequence[GenerationRequest]) -> list
 class Apart(LocalBackend):
     """One process that says it is two."""
 
-    def together(self, role: str, other: str) -> bool:
+    def are_colocated(self, role: str, other: str) -> bool:
         return False
 
 

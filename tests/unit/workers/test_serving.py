@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "rollout"))
 class Apart(LocalBackend):
     """One process that says it is two."""
 
-    def together(self, role: str, other: str) -> bool:
+    def are_colocated(self, role: str, other: str) -> bool:
         return False
 
 

@@ -182,6 +182,13 @@ def test_no_effect_prints_one_line_and_changes_nothing() -> None:
     assert len(loaded.notes) == 2
 
 
+def test_a_command_that_compiles_decoding_runs_and_says_that_this_does_nothing() -> None:
+    loaded = load_config(PPOConfig, ["actor_rollout_ref.rollout.enable_torch_compile=true"])
+    assert loaded.config == load_config(PPOConfig).config
+    (note,) = loaded.notes
+    assert note.startswith("actor_rollout_ref.rollout.enable_torch_compile=true has no effect: ")
+
+
 def test_status_depends_on_the_value() -> None:
     path = "actor_rollout_ref.rollout.agent.agent_loop_manager_class"
     assert [status(PPOConfig, path, value).kind for value in (False, None, "a.B")] == [

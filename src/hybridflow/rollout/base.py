@@ -282,6 +282,10 @@ class RolloutStats:
     """Decode steps of all replicas."""
     max_rows: int = 0
     """Most rows that one replica decoded together."""
+    draft_tokens: int = 0
+    """Tokens that were drafted and verified."""
+    accepted_draft_tokens: int = 0
+    """Those of them that were right."""
     seconds: float = 0.0
 
     @classmethod
@@ -296,6 +300,8 @@ class RolloutStats:
             preemptions=sum(part.preemptions for part in parts),
             decode_steps=sum(part.decode_steps for part in parts),
             max_rows=max((part.max_rows for part in parts), default=0),
+            draft_tokens=sum(part.draft_tokens for part in parts),
+            accepted_draft_tokens=sum(part.accepted_draft_tokens for part in parts),
             seconds=max(seconds, default=0.0) if together else sum(seconds),
         )
 
@@ -310,8 +316,15 @@ class RolloutStats:
                 "rollout/preemptions": float(self.preemptions),
                 "rollout/prefix_hit_ratio": 1.0 - self.prefill_tokens / self.prompt_tokens,
             }
+        of_drafts = {}
+        if self.draft_tokens:
+            of_drafts = {
+                "rollout/draft_tokens": float(self.draft_tokens),
+                "rollout/draft_acceptance": self.accepted_draft_tokens / self.draft_tokens,
+            }
         return {
             **of_cache,
+            **of_drafts,
             "rollout/generated_tokens": float(self.generated_tokens),
             "rollout/prefill_tokens": float(self.prefill_tokens),
             "rollout/decode_steps": float(self.decode_steps),

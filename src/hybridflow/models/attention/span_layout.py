@@ -4,7 +4,7 @@
     row 1   [ cached ............ | span | free ]   query i of a span sees everything up to itself
 
 Whole prompts need nothing of the cache, and are attended over as in training. Decoding is one token of each
-of the first rows. On CPU the query heads that share a key-value head are folded into the query axis, and the
+of the first rows; verifying, one and those that were drafted behind it. On CPU the query heads that share a key-value head are folded into the query axis, and the
 attention is written out over whole slots: with one query per row that is 1.5 times as fast as the fused
 kernel with grouped heads, and products over whole slots are 2 to 4 times as fast as over parts of them. On
 CUDA a kernel reads the blocks in place. All else are chunks, in buckets of similar length.
@@ -37,7 +37,7 @@ QUERY_BLOCK = 512
 class _Bucket:
     """Chunks of similar length that share attention calls, padded to the longest."""
 
-    rows: Tensor  # [n]
+    rows: Tensor | None  # [n]; None: the first n rows, whose keys are read where they lie
     # [n, Q] where each query lies among the packed tokens; padding repeats the last token of its chunk
     index: Tensor
     places: Tensor  # [n, Q] position of each query in its row
@@ -45,7 +45,10 @@ class _Bucket:
 
 
 class SpanLayout:
-    """The layout of spans: packed one after the other, [1, N], or one token of each row, [B, 1]."""
+    """The layout of spans: packed one after the other, [1, N], or one token of each row, [B, 1].
+
+    Tokens that are verified are several of each row, [N, 1].
+    """
 
     exact: Kernel | None = None
     """Replaces the device's own kernels; set in exact mode."""
@@ -94,6 +97,25 @@ class SpanLayout:
         layout._in_place = cache.in_place(lengths, layout.num_keys)
         return layout
 
+    @classmethod
+    def verifying(
+        cls, cache: KVCache, starts: Sequence[int], counts: Sequence[int], places: CacheSlots
+    ) -> SpanLayout:
+        """Return the layout of counts[i] new tokens of row i, for each of the first rows, behind starts[i].
+
+        `places` are those of all N tokens, row after row; what is computed has shape [N, 1], as in `decoding`.
+        """
+        layout = cls(cache, places)
+        count = torch.tensor(counts)[:, None]
+        step = torch.minimum(torch.arange(max(counts))[None], count - 1)
+        first = count.cumsum(0) - count
+        end = cache.keys_read(max(start + own for start, own in zip(starts, counts)))
+        index, positions = to_device(torch.stack([first + step, torch.tensor(starts)[:, None] + step]), cache.device)
+        layout._buckets.append(_Bucket(None, index, positions, [end]))
+        real = torch.arange(max(counts)) < count
+        layout._restore = to_device(real.flatten().nonzero()[:, 0], cache.device)
+        return layout
+
     def _add_buckets(self, rows: Sequence[int], starts: Sequence[int], counts: Sequence[int]) -> None:
         device = self.cache.device
         offsets = [0, *accumulate(counts)]
@@ -126,21 +148,26 @@ class SpanLayout:
             f"layout of {len(self.places.rows)} tokens, query {tuple(query.shape)}"
         )
         decodes = self._whole is None and not self._buckets
-        new_key, new_value = (x[:, :, 0] if decodes else x[0].transpose(0, 1) for x in (key, value))
+        apart = decodes or (self._buckets and self._buckets[0].rows is None)
+        new_key, new_value = (x[:, :, 0] if apart else x[0].transpose(0, 1) for x in (key, value))
         self.cache.write(scores.layer_idx, new_key, new_value, self.places)
         if self._whole is not None:
             self._whole.exact = self.exact
             return self._whole.attend(query, key, value, scores)
         if decodes:
             return self._decode(query, scores)
-        tokens = query[0].transpose(0, 1)
+        tokens = query[:, :, 0] if apart else query[0].transpose(0, 1)
         done = [self._chunks(number, tokens, scores) for number in range(len(self._buckets))]
-        return torch.cat(done).index_select(0, self._restore)[None]
+        attended = torch.cat(done).index_select(0, self._restore)
+        return attended[:, None] if apart else attended[None]
 
     def _chunks(self, number: int, tokens: Tensor, scores: Scores) -> Tensor:
         """Attend for the queries [N, H, D] of one bucket -> [n * Q, H, Dv]."""
         bucket = self._buckets[number]
-        keys, values = self.cache.tokens_of(scores.layer_idx, bucket.rows, max(bucket.ends))
+        if bucket.rows is None:
+            keys, values = self.cache.first_rows(scores.layer_idx, len(bucket.index), max(bucket.ends))
+        else:
+            keys, values = self.cache.tokens_of(scores.layer_idx, bucket.rows, max(bucket.ends))
         queries = tokens[bucket.index].transpose(1, 2)
         attend: Callable[..., Tensor] = attend_allowed
         if self.exact is not None:

@@ -30,6 +30,7 @@ from hybridflow.models.files.probe import layer_facts
 from hybridflow.models.policy import PolicyModel
 from hybridflow.rollout.base import GenerationRequest, WeightSource
 from hybridflow.rollout.memory import free_memory, give_back
+from hybridflow.rollout.native.drafts import DraftSettings
 from hybridflow.rollout.native.graphs import GraphDecoder, GraphSampler, graph_decoder
 from hybridflow.rollout.native.responses import Decode, StopTexts
 from hybridflow.rollout.native.rows import end_tokens, row_numbers
@@ -58,7 +59,8 @@ class NativeEngine(SessionEngine):
     `reserve_cache`: take the memory of all blocks at once; both are left out for: not on a CPU.
     `records_routes`: outputs have the experts that their tokens went to, kept beside keys and values; no
     graphs then. `quantized`: generate with this copy of the policy, which is refreshed when the weights have
-    changed.
+    changed. `drafts`: tokens are drafted from what rows and their prompts have, and verified; no look-ahead
+    then.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class NativeEngine(SessionEngine):
         reserve_cache: bool | None = None,
         records_routes: bool = False,
         quantized: QuantizedCopy | None = None,
+        drafts: DraftSettings | None = None,
     ) -> None:
         super().__init__()
         self.policy = policy
@@ -109,7 +112,8 @@ class NativeEngine(SessionEngine):
         self.kv_cache = kv_cache
         self.block_size = block_size
         beside_host = is_accelerator(self.model.device.type)
-        self.look_ahead = beside_host if look_ahead is None else look_ahead
+        self.drafts = drafts
+        self.look_ahead = drafts is None and (beside_host if look_ahead is None else look_ahead)
         self.reserve_cache = beside_host if reserve_cache is None else reserve_cache
         self._paged = False
         self.enforce_eager = enforce_eager
@@ -302,6 +306,7 @@ class NativeEngine(SessionEngine):
             recompute=self.recompute_on_update,
             stop_texts=self._stop_texts,
             look_ahead=self.look_ahead,
+            drafts=self.drafts,
         )
         self._refresh_copy()
         cache = self._kv_cache()

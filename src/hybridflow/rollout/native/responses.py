@@ -193,6 +193,10 @@ class Responses:
         self.limit[slot] = request.sampling.max_tokens
         return slot
 
+    def newest(self, row: Row) -> int:
+        """Return the newest token of a row that the host knows."""
+        return int(self.tokens[row.slot, self.known[row.slot] - 1])
+
     def take(self, choice: Choice) -> list[Row]:
         """Append tokens to the responses, as soon as they have come to the host; return the rows that end."""
         first, *top = choice.copy.arrays()

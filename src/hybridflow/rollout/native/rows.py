@@ -208,7 +208,7 @@ class RowTable:
         self._slots = None
         self._plans.clear()
 
-    def _slots_of(self, rows: slice) -> NDArray[np.int64]:
+    def _slots_of(self, rows: slice | NDArray[np.intp]) -> NDArray[np.int64]:
         if self._slots is None:
             self._slots = np.array([row.slot for row in self.rows], np.int64)
         return self._slots[rows]
@@ -220,10 +220,23 @@ class RowTable:
         return bool((self.responses.sampled[slots] >= self.responses.limit[slots]).all())
 
     @property
+    def lengths(self) -> NDArray[np.int64]:
+        """Tokens that each decoding row has in the cache."""
+        slots = self._slots_of(slice(0, self.decoding))
+        found: NDArray[np.int64] = self.responses.prompt[slots] + self.responses.sampled[slots] - 1
+        return found
+
+    @property
     def longest(self) -> int:
         """Most tokens that a decoding row has in the cache."""
+        return int(self.lengths.max(initial=0))
+
+    @property
+    def tokens_left(self) -> NDArray[np.int64]:
+        """Tokens that each decoding row may still get."""
         slots = self._slots_of(slice(0, self.decoding))
-        return int((self.responses.prompt[slots] + self.responses.sampled[slots]).max(initial=1)) - 1
+        left: NDArray[np.int64] = self.responses.limit[slots] - self.responses.sampled[slots]
+        return left
 
     def outputs(self, rows: Sequence[int], reason: FinishReason | None = None) -> list[GenerationOutput]:
         """Return the outputs of rows; `reason` is why they ended, left out: their last token shows it."""
@@ -263,27 +276,89 @@ class RowTable:
         """
         rows = slice(start, self.decoding)
         plan = self._plan(rows)
+        asking = [self.rows[start + row] for row in plan.rows(sampling.TOP_LOG_PROBS)]
+        columns = self._sample(logits, plan, rows, self.generated[rows], asking, ahead)
+        self._record(rows, columns[0][:, 0], plan)
+        return self._choice(start, plan, asking, columns, version)
+
+    def verify(
+        self, tokens: Tensor, drafts: Sequence[Sequence[int]], logits: Tensor, version: int
+    ) -> list[Choice]:
+        """Sample behind the newest token of each decoding row and behind each of its drafted ones, `tokens` [N]
+        row after row, by logits [N, V]; a draft is right as long as it is what is sampled.
+
+        Returns the choices of one place after the other: the first has a token of each row, the next ones have
+        those of the rows whose draft was right up to there. All are the rows' tokens at once, as in `choose`.
+        """
+        counts = np.array([1 + len(draft) for draft in drafts])
+        first = counts.cumsum() - counts
+        row_of = np.arange(len(counts)).repeat(counts)
+        steps = np.arange(len(row_of)) - first.repeat(counts)
+        index, ahead = to_device(torch.from_numpy(np.stack([row_of, steps])), self.device)
+        plan = SamplingPlan([self.rows[row].needs for row in row_of])
+        generated = self.generated[index] + ahead
+        if plan.any(sampling.REPETITION):  # what is drafted counts for what comes behind it
+            own = plan.index(self.device, sampling.REPETITION)
+            places = self.prompt_length[index[own]] + generated[own] - 1
+            self.history[index[own], places] = tokens[own]
+        asking = plan.rows(sampling.TOP_LOG_PROBS)
+        columns = self._sample(logits, plan, index, generated, [self.rows[row_of[one]] for one in asking])
+        facts, *top = HostCopy(columns).tensors()
+        sampled = facts[:, 0].tolist()
+        right = [_common(draft, sampled[start:]) for draft, start in zip(drafts, first.tolist())]
+        taken = to_device(torch.from_numpy(np.stack([first + right, 1 + np.array(right)])), self.device)
+        rows = slice(0, len(counts))
+        self.length[rows] += taken[1]
+        self.generated[rows] += taken[1] - 1
+        self._record(rows, columns[0][taken[0], 0], self.plan)
+        place_of = {one: place for place, one in enumerate(asking)}
+        choices = []
+        for step in range(1 + max(right)):
+            members = [row for row, count in enumerate(right) if count >= step]
+            places = [int(first[row]) + step for row in members]
+            asked = [place_of[place] for place in places if place in place_of]
+            own_columns = [facts[places], *(column[asked] for column in top)]
+            asking_rows = [self.rows[row_of[asking[one]]] for one in asked]
+            choices.append(self._choice_of(members, self.plan, asking_rows, own_columns, version))
+        return choices
+
+    def _sample(
+        self,
+        logits: Tensor,
+        plan: SamplingPlan,
+        rows: slice | Tensor,
+        generated: Tensor,
+        asking: Sequence[Row],
+        ahead: bool = False,
+    ) -> list[Tensor]:
+        """Sample a token by each of logits [n, V], which belong to `rows`, each behind `generated` [n] tokens.
+
+        Returns `ChosenTokens.facts` and, where rows are `asking` for the most probable tokens, these and
+        their log-probs.
+        """
         settings = RowSettings(
-            uniforms(self.stream[rows], self.generated[rows], self.temperature.dtype)
+            uniforms(self.stream[rows], generated, self.temperature.dtype)
             if plan.any(sampling.DRAWN)
             else None,
             *(column[rows] for column in (self.temperature, self.top_k, self.top_p, self.min_p, self.greedy)),
         )
 
         def edit(logits: Tensor, part: slice) -> Tensor:
-            return self._edited(logits, slice(start + part.start, start + part.stop), plan)
+            if isinstance(rows, slice):
+                own: slice | Tensor = slice(rows.start + part.start, rows.start + part.stop)
+            else:
+                own = rows[part]
+            return self._edited(logits, own, generated[part], plan)
 
         chosen = sample(logits, plan, settings, edit if plan.any(sampling.EDITS) else None, ahead=ahead)
         columns = [chosen.facts(self.stops[rows])]
-        self._record(rows, chosen.tokens, plan)
-        asking = [self.rows[start + row] for row in plan.rows(sampling.TOP_LOG_PROBS)]
         if asking:
             index = plan.index(self.device, sampling.TOP_LOG_PROBS)
             most = max(row.request.sampling.top_log_probs for row in asking)
             columns += most_probable(
                 logits[index], settings.temperature[index], chosen.normalizer[index], most
             )
-        return self._choice(start, plan, asking, columns, version)
+        return columns
 
     def chosen(self, facts: Tensor, version: int) -> Choice:
         """Do as `choose`, with facts [n, 3 or 4] that were sampled already, for all decoding rows."""
@@ -295,14 +370,24 @@ class RowTable:
     def _choice(
         self, start: int, plan: SamplingPlan, asking: list[Row], columns: Sequence[Tensor], version: int
     ) -> Choice:
-        rows = slice(start, self.decoding)
-        slots = self._slots_of(rows)
-        places = self.responses.sampled[slots]
-        self.responses.sampled[slots] += 1
         settled = [self.rows[start + row].settle() for row in plan.rows(sampling.WHOLE)]
         if any(settled):
             self._plans.clear()
-        return Choice(self.rows[rows], slots, places, version, plan, asking, HostCopy(columns))
+        return self._choice_of(range(start, self.decoding), plan, asking, columns, version)
+
+    def _choice_of(
+        self,
+        rows: Sequence[int],
+        plan: SamplingPlan,
+        asking: list[Row],
+        columns: Sequence[Tensor],
+        version: int,
+    ) -> Choice:
+        slots = self._slots_of(np.asarray(rows, np.intp))
+        places = self.responses.sampled[slots]
+        self.responses.sampled[slots] += 1
+        members = [self.rows[row] for row in rows]
+        return Choice(members, slots, places, version, plan, asking, HostCopy(columns))
 
     def take_back(self, rows: Sequence[Row]) -> tuple[list[int], list[int]]:
         """Set rows back to the tokens that the host knows; their next token is drawn of the whole vocabulary.
@@ -332,22 +417,27 @@ class RowTable:
             self._plans[(rows.start, rows.stop)] = plan
         return plan
 
-    def _edited(self, logits: Tensor, rows: slice, plan: SamplingPlan) -> Tensor:
-        """Return a copy of logits [n, V] with biases, then penalties, then -inf for ends that are early."""
+    def _edited(
+        self, logits: Tensor, rows: slice | Tensor, generated: Tensor, plan: SamplingPlan
+    ) -> Tensor:
+        """Return a copy of logits [n, V] with biases, then penalties, then -inf for ends that are early.
+
+        They belong to `rows`, and each follows `generated` [n] tokens of a response.
+        """
         edited = logits.clone()
         if plan.any(sampling.LOGIT_BIAS):
             edited.scatter_add_(1, self.bias_token[rows], self.bias[rows])
         if plan.any(sampling.REPETITION):
-            known = self.prompt_length[rows] + self.generated[rows]
+            known = self.prompt_length[rows] + generated
             places = torch.arange(self.history.shape[1], device=self.device)
             # one token several times is set to one value several times
             tokens = torch.where(places < known[:, None], self.history[rows], self.history[rows, :1])
             values = edited.gather(1, tokens)
-            penalty = self.penalty[rows, None]
+            penalty = self.penalty[rows][:, None]
             edited.scatter_(1, tokens, torch.where(values > 0, values / penalty, values * penalty))
         if plan.any(sampling.MIN_TOKENS):
             stops = self.stops[rows]
-            forbidden = (self.generated[rows] < self.min_tokens[rows])[:, None] & (stops >= 0)
+            forbidden = (generated < self.min_tokens[rows])[:, None] & (stops >= 0)
             nothing = torch.zeros(stops.shape, dtype=edited.dtype, device=self.device)
             edited.scatter_add_(1, stops.clamp(min=0), nothing.masked_fill_(forbidden, -float("inf")))
         return edited
@@ -398,6 +488,12 @@ class RowTable:
         if self.rows:
             self._fit("stops", max(len(row.stops) for row in self.rows))
         return tail, holes
+
+
+def _common(draft: Sequence[int], sampled: Sequence[int]) -> int:
+    """Return how many tokens of a draft are those that were sampled."""
+    pairs = zip(draft, sampled)
+    return next((place for place, (one, other) in enumerate(pairs) if one != other), len(draft))
 
 
 def _padded(rows: Sequence[Sequence[float]], column: Tensor, filling: int) -> Tensor:

@@ -13,16 +13,19 @@ before the host has seen them: it looks at them while the next step runs. A row 
 late. What that step computed of it is forgotten, and the other rows do not depend on it. A row whose most
 probable tokens did not suffice for its top-p is found late too: it is taken back to what the host knows and
 decodes that token again, which is then drawn of the whole vocabulary, by the same random number.
+
+With drafts a step may give a row several tokens: those that `Drafter` proposes are verified in one pass.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -34,12 +37,13 @@ from hybridflow.models.cache.kv_cache import KVCache
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol.prompt import token_ids_of
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, PartialOutput, RolloutStats
+from hybridflow.rollout.native.drafts import Drafter, DraftSettings
 from hybridflow.rollout.native.graphs import GraphDecoder, GraphSampler
 from hybridflow.rollout.native.prefixes import PREFIX_BLOCK, Prefix, PrefixCache
 from hybridflow.rollout.native.responses import Choice, Row, StopTexts, begun_beyond
 from hybridflow.rollout.native.rows import RowTable
 from hybridflow.rollout.native.scheduler import Admission, Scheduler
-from hybridflow.rollout.native.step import Span, add_routes, decode_rows, prefill
+from hybridflow.rollout.native.step import Span, add_routes, decode_rows, prefill, verify_rows
 from hybridflow.rollout.session_engine import aborted, check_ids, sort_out
 
 
@@ -69,7 +73,9 @@ class SessionSettings:
     """Compute the keys and values of running rows again when the weights change."""
     stop_texts: StopTexts | None
     look_ahead: bool
-    """Begin a step before the host has seen the tokens of the one before."""
+    """Begin a step before the host has seen the tokens of the one before; drafts need them, so not with these."""
+    drafts: DraftSettings | None = None
+    """How much is drafted; None: nothing."""
 
 
 class Session:
@@ -125,6 +131,7 @@ class Session:
         self._others_next = False  # whether prompts of one pass enter before its next chunk
         self._preempted: set[int] = set()  # ids of requests, of which some may have finished
         self._longest_ever = 0  # most tokens that any request may come to
+        self._drafter = None if settings.drafts is None else Drafter(settings.drafts, policy.device.type)
         cache.kept = self.prefixes
         self._training = [module for module in policy.modules() if module.training]
         policy.eval()  # no dropout: log-probs must be those of the policy
@@ -374,8 +381,13 @@ class Session:
         self._add(self.rows.choose(first, logits, self._seen.version))
 
     def _grow(self, running: int, rows: int, length: int) -> bool:
+        """Make room for rows of up to `length` tokens, and for drafts behind them as long as memory lasts."""
         live = min(self.settings.max_rows, rows + self.scheduler.num_waiting)
-        return self.cache.grow(running, rows, length, live=live, longest=self._longest_ever)
+        lengths = [length]
+        if self._drafter is not None:
+            lengths.insert(0, max(length, min(length + self._drafter.most, self._longest_ever)))
+        longest = self._longest_ever
+        return any(self.cache.grow(running, rows, each, live=live, longest=longest) for each in lengths)
 
     def _make_room(self) -> bool:
         """Make room for one more token of each row, and return whether there are any rows.
@@ -405,7 +417,11 @@ class Session:
         self._remove([row])
 
     def _decode(self) -> None:
-        """Decode one token for every decoding row."""
+        """Decode one token for every decoding row, or those that are right of what was drafted."""
+        drafts = self._drafts()
+        if any(drafts):
+            self._verify(drafts)
+            return
         count = self.rows.decoding
         tokens = self.rows.last_token[:count]
         lengths = self.rows.length[:count]
@@ -428,6 +444,45 @@ class Session:
             self._add(self.rows.choose(0, logits, version, ahead=self.settings.look_ahead))
         else:
             self._add(self.rows.chosen(facts, version))
+
+    def _drafts(self) -> list[list[int]]:
+        """Return what is drafted for each decoding row, with memory for it; nothing where there are no drafts."""
+        if self._drafter is None:
+            return []
+        count = self.rows.decoding
+        room = np.minimum(self.rows.tokens_left, self.cache.capacity - self.rows.lengths) - 1
+        padded = count if self.policy.exact is None else self.policy.exact.num_rows(count)
+        drafts = self._drafter.propose(self.rows.rows[:count], self.rows.responses, room.tolist(), padded)
+        lengths = self.rows.lengths + 1
+        for row, draft in enumerate(drafts):
+            if draft and not self.cache.extend([row], int(lengths[row]) + len(draft)):
+                draft.clear()
+        return drafts
+
+    def _verify(self, drafts: Sequence[Sequence[int]]) -> None:
+        """Give every decoding row the tokens that were drafted for it and are right, and one more."""
+        counts = [1 + len(draft) for draft in drafts]
+        rows = self.rows.rows[: len(drafts)]
+        tokens = to_device(
+            [token for row, draft in zip(rows, drafts) for token in (self.rows.responses.newest(row), *draft)],
+            self.policy.device,
+        )
+        shifts = None
+        if self.policy.vision is not None:
+            shifts = self.rows.shift
+        hidden = verify_rows(self.policy, self.cache, tokens, self.rows.lengths.tolist(), counts, shifts)
+        self._stats.decode_steps += 1
+        choices = self.rows.verify(tokens, drafts, self.policy.logits(hidden), self._seen.version)
+        right = Counter(row for choice in choices[1:] for row in choice.rows)
+        assert self._drafter is not None, "something was drafted"
+        for row, draft in zip(rows, drafts):
+            self._drafter.learn(row, len(draft), right[row])
+        wrong = [len(draft) - right[row] for row, draft in zip(rows, drafts)]
+        self.cache.take_back(range(len(drafts)), wrong)
+        self._stats.draft_tokens += sum(map(len, drafts))
+        self._stats.accepted_draft_tokens += sum(right.values())
+        self._choices += choices
+        self._look()
 
     def _add(self, choice: Choice) -> None:
         self._choices.append(choice)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridflow.distributed.transfers import HostCopy, to_device
 from hybridflow.models.attention.span_layout import SpanLayout
-from hybridflow.models.cache.kv_cache import KVCache, LayerShape
+from hybridflow.models.cache.kv_cache import CacheSlots, KVCache, LayerShape
 from hybridflow.models.experts.routing import RouteTape, Routing
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol.packing import PlacedMedium
@@ -99,6 +99,30 @@ def decode_rows(
     positions = lengths
     if shifts is not None:
         positions = lengths + shifts
+    recording = record_routes(policy, cache, layout, len(tokens))
+    hidden = policy.decode(tokens[:, None], positions[:, None], layout)[:, 0]
+    recording()
+    return hidden
+
+
+def verify_rows(
+    policy: PolicyModel,
+    cache: KVCache,
+    tokens: Tensor,
+    starts: Sequence[int],
+    counts: Sequence[int],
+    shifts: Tensor | None = None,
+) -> Tensor:
+    """Run a pass over tokens [N] int64, counts[i] of them of row i, behind the starts[i] tokens that it has.
+
+    Returns hidden states [N, H], each the one that `decode_rows` gives where the tokens before it are right.
+    `shifts` [B] are as there.
+    """
+    places = CacheSlots.of_spans(range(len(counts)), starts, counts, cache.device)
+    layout = SpanLayout.verifying(cache, starts, counts, places)
+    positions = places.positions
+    if shifts is not None:
+        positions = positions + shifts[places.rows]
     recording = record_routes(policy, cache, layout, len(tokens))
     hidden = policy.decode(tokens[:, None], positions[:, None], layout)[:, 0]
     recording()

@@ -1,0 +1,164 @@
+"""Speculation without a second model: drafts are what followed the newest tokens of a row when they came
+before, in its own prompt and response or in another response to the same prompt.
+
+    newest 4, 3 or 2 tokens ──came before?──► what followed ──Drafter.propose──► drafts ──one pass──► tokens
+                                                              ▲ how many                               │
+                                                              └── share that was right ◄──learn────────┘
+
+A pass samples behind each drafted token with the row's own random number of that place, and a draft is right
+where it is what is sampled: tokens and log-probs are those without drafts. A pass over few tokens takes as long
+as reading the weights does, whatever their number, so drafts fill passes up to that point and no further.
+Their number follows from tokens alone, never from a clock, so that a run that is repeated makes the same
+passes, and ranks that generate together agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from weakref import WeakKeyDictionary, WeakValueDictionary
+
+from hybridflow.distributed.accelerators import is_accelerator
+from hybridflow.protocol.prompt import Units
+from hybridflow.rollout.native.responses import Responses, Row
+
+SIZES = (4, 3, 2)
+"""Numbers of tokens that are looked up, the most telling first."""
+FEWEST_RIGHT = 0.1
+"""A token is not drafted that is right less often than this."""
+AT_FIRST = 0.5
+"""Share of drafted tokens that is thought to be right before any was verified."""
+LEARNED = 0.1
+"""By which part of its distance to what was found that share moves with each token."""
+FORGIVEN = 0.005
+"""By how much it rises with each draft that was not tried, so that it is tried again some day."""
+FREE_TOKENS = {"cpu": 16}
+"""Tokens of a pass that cost about as much as one; see `benchmarks/results/speculation.md`."""
+FREE_ON_ACCELERATORS = 64
+
+NGram = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class DraftSettings:
+    """How much is drafted."""
+
+    num_draft_tokens: int = 8
+    """Most tokens that are drafted for a row in one pass."""
+    max_tokens: int | None = None
+    """Drafts are added to passes of up to so many tokens; None: as many as cost about as much as one."""
+
+
+class _Group(dict[NGram, tuple[list[int], int]]):
+    """N-grams of a prompt, where they were last, and of the responses to it, where they were first: the tokens,
+    and the place behind.
+    """
+
+
+@dataclass
+class DraftSource:
+    """The tokens of one row, and where each n-gram of its response was last."""
+
+    tokens: list[int]
+    group: _Group
+    right: float
+    """Share of drafted tokens that are right, as far as is known."""
+    read: int
+    """Tokens before this one are in the index."""
+    own: dict[NGram, int] = field(default_factory=dict)
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append tokens of the response, and index the n-grams that they complete, but for the newest one."""
+        self.tokens += tokens
+        for place in range(max(self.read, SIZES[-1]), len(self.tokens)):
+            for size in SIZES:
+                if size <= place:
+                    ngram = tuple(self.tokens[place - size : place])
+                    self.own[ngram] = place
+                    self.group.setdefault(ngram, (self.tokens, place))
+        self.read = len(self.tokens)
+
+    def draft(self, most: int) -> list[int]:
+        """Return up to `most` tokens that followed the newest ones when they came before; often none."""
+        for size in SIZES:
+            ngram = tuple(self.tokens[-size:])
+            source, place = self.tokens, self.own.get(ngram, 0)
+            if not place:
+                source, place = self.group.get(ngram, (source, 0))
+            if place and place < len(source):
+                drafted = source[place : place + most]
+                if source is self.tokens:  # what repeats goes on repeating
+                    while len(drafted) < most:
+                        drafted.append(drafted[place + len(drafted) - len(source)])
+                return drafted
+        return []
+
+
+class Drafter:
+    """Drafts for the rows of one session."""
+
+    def __init__(self, settings: DraftSettings, device: str) -> None:
+        """`device` is the type of the device that verifies."""
+        self.most = settings.num_draft_tokens
+        self.max_tokens = settings.max_tokens or (
+            FREE_ON_ACCELERATORS if is_accelerator(device) else FREE_TOKENS["cpu"]
+        )
+        self.right = AT_FIRST
+        """Share of all drafted tokens that are right, with which new rows begin."""
+        self._groups: WeakValueDictionary[Units, _Group] = WeakValueDictionary()
+        self._sources: WeakKeyDictionary[Row, DraftSource] = WeakKeyDictionary()
+
+    def propose(
+        self, rows: Sequence[Row], responses: Responses, room: Sequence[int], padded: int
+    ) -> list[list[int]]:
+        """Return the drafts of rows, most of them empty; row i has `room[i]` places behind its newest token.
+
+        A pass computes `padded` tokens in any case.
+        """
+        free = max(self.max_tokens, padded) - len(rows)
+        if free <= 0:
+            return [[] for _ in rows]
+        drafts = []
+        worth = []
+        for number, row in enumerate(rows):
+            source = self._source(row, responses)
+            drafts.append(source.draft(min(self.most, room[number])) if room[number] > 0 else [])
+            chance = 1.0
+            for place in range(len(drafts[-1])):
+                chance *= source.right
+                if chance < FEWEST_RIGHT:
+                    if not place:
+                        source.right += FORGIVEN
+                    break
+                worth.append((-chance, number))
+        counts = [0] * len(rows)
+        for _, number in sorted(worth)[:free]:
+            counts[number] += 1
+        return [draft[:count] for draft, count in zip(drafts, counts)]
+
+    def learn(self, row: Row, drafted: int, right: int) -> None:
+        """Note how many of the tokens drafted for a row were `right`; those behind a wrong one say nothing."""
+        source = self._sources[row]
+        for place in range(min(right + 1, drafted)):
+            found = float(place < right)
+            source.right += LEARNED * (found - source.right)
+            self.right += LEARNED * (found - self.right)
+
+    def _source(self, row: Row, responses: Responses) -> DraftSource:
+        """Return the source of a row's drafts, with all tokens that the host knows."""
+        source = self._sources.get(row)
+        prompt = row.request.prompt
+        if source is None:
+            group = self._groups.get(prompt.key)
+            if group is None:
+                group = self._groups[prompt.key] = _Group()
+                whole = DraftSource(list(prompt.token_ids), group, self.right, 0)
+                whole.extend(())
+                group.update({ngram: (whole.tokens, place) for ngram, place in whole.own.items()})
+            # n-grams of the prompt are the group's; those that reach into the response are the row's own
+            source = DraftSource(list(prompt.token_ids), group, self.right, len(prompt.token_ids))
+            self._sources[row] = source
+        start = len(source.tokens) - len(prompt.token_ids)
+        known = int(responses.known[row.slot])
+        source.extend(responses.tokens[row.slot, start:known].tolist())
+        return source

@@ -74,6 +74,11 @@ def _add_engine(serve: argparse.ArgumentParser) -> None:
         type=float,
         help="share of the free memory for keys and values (default: 0.8, on a CPU 0.25)",
     )
+    serve.add_argument(
+        "--speculate",
+        action="store_true",
+        help="draft tokens from a prompt and its answers, and verify them: faster where texts repeat",
+    )
     serve.add_argument("--no-prefix-caching", action="store_true", help="keep nothing of earlier responses")
     serve.add_argument(
         "--tool-call-parser",
@@ -177,6 +182,7 @@ def _settings(options: argparse.Namespace, stack: ExitStack) -> Any:
         max_num_batched_tokens=options.max_num_batched_tokens or pass_tokens,
         memory_share=options.gpu_memory_utilization or memory_share,
         prefix_caching=not options.no_prefix_caching,
+        speculate=options.speculate,
         quantization=options.quantization,
         max_model_len=options.max_model_len,
         tool_parser=options.tool_call_parser,

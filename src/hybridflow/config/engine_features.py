@@ -91,6 +91,7 @@ FEATURES: Mapping[str, str] = {
     "exact": "log-probs equal to training's, to the bit",
     "sleep": "sleep frees memory, and wake_up restores the output",
     "prefix_reuse": "prompts that begin alike are computed once",
+    "speculation": "drafts are verified in one pass, and tokens are those without (speculative.enable)",
     "cpu": "runs on a CPU",
     "any_architecture": "models that our attention refuses (Bloom, Falcon, Mamba)",
 }
@@ -102,6 +103,7 @@ def _column(**other: Cell) -> dict[str, Cell]:
 
 
 _NOT_WEIGHTS = no("the endpoint's weights are its own: set rollout.name=native to train")
+_OTHER_DRAWS = "its own speculation draws in another way: set rollout.name=native"
 _STUBBED = (
     "SGLang's own Python engine with its kernel package stubbed: no CPU build of the kernels is published"
 )
@@ -122,6 +124,7 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
         exact=no("transformers' attention rounds differently from ours: set rollout.name=native"),
         sleep=yes("keys and values go with each batch anyway"),
         prefix_reuse=no("every prompt is computed: set rollout.name=native"),
+        speculation=no("every token is a step of its own: set rollout.name=native"),
         any_architecture=yes("to generate, from Python: training refuses them"),
     ),
     "vllm": _column(
@@ -136,6 +139,7 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
         exact=no("its kernels round differently from ours: set rollout.name=native"),
         sleep=unshown("needs a GPU: on a CPU vLLM cannot sleep, and nothing happens"),
         prefix_reuse=unshown("vLLM's own (rollout.enable_prefix_caching)"),
+        speculation=no(_OTHER_DRAWS),
         cpu=yes("its CPU build"),
         any_architecture=no("it has its own list of models"),
     ),
@@ -151,6 +155,7 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
         exact=no("its kernels round differently from ours: set rollout.name=native"),
         sleep=unshown("needs CUDA's torch_memory_saver: on a CPU SGLang cannot sleep, and nothing happens"),
         prefix_reuse=unshown("SGLang's own (rollout.enable_prefix_caching)"),
+        speculation=no(_OTHER_DRAWS),
         cpu=yes(_STUBBED),
         any_architecture=no("it has its own list of models"),
     ),
@@ -169,6 +174,7 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
         exact=_NOT_WEIGHTS,
         sleep=no("there is no memory of the endpoint here"),
         prefix_reuse=no("the endpoint decides"),
+        speculation=no("the endpoint decides"),
         cpu=no("the endpoint decides"),
         any_architecture=no("the endpoint decides"),
     ),

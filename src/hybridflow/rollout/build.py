@@ -34,8 +34,12 @@ def build_rollout_engine(
     be; left out: where the policy is.
     """
     if config.name == "native":
+        from hybridflow.rollout.native.drafts import DraftSettings
         from hybridflow.rollout.native.engine import NativeEngine
 
+        drafts = None
+        if config.speculative.enable:
+            drafts = DraftSettings(config.speculative.num_draft_tokens, config.speculative.max_tokens)
         quantized = None
         if config.quantization is not None:
             quantized = QuantizedCopy(policy, config.quantization, device=device, lora=lora, replica=replica)
@@ -54,6 +58,7 @@ def build_rollout_engine(
             replica=replica,
             decode=decode,
             quantized=quantized,
+            drafts=drafts,
         )
     if config.name == "hf":
         if replica is not None and replica.size > 1:

@@ -157,6 +157,8 @@ def asked_features(config: PPOConfig) -> Iterator[tuple[str, str]]:
             yield name, f"{ROLLOUT}.{name}=true"
     if rollout.enable_rollout_routing_replay:
         yield "routes", f"{ROLLOUT}.enable_rollout_routing_replay=true"
+    if rollout.speculative.enable:
+        yield "speculation", f"{ROLLOUT}.speculative.enable=true"
     if rollout.tensor_model_parallel_size > 1:
         yield "tensor_parallel", f"{ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size}"
     if model.lora_rank:

@@ -6,14 +6,16 @@ before, in its own prompt and response or in another response to the same prompt
                                                               └── share that was right ◄──learn────────┘
 
 A pass samples behind each drafted token with the row's own random number of that place, and a draft is right
-where it is what is sampled: tokens and log-probs are those without drafts. A pass over few tokens takes as long
-as reading the weights does, whatever their number, so drafts fill passes up to that point and no further.
-Their number follows from tokens alone, never from a clock, so that a run that is repeated makes the same
-passes, and ranks that generate together agree.
+where it is what is sampled: tokens and log-probs are those without drafts. A pass over few tokens mostly reads
+the weights, so that one token more costs little; over many tokens it costs as much as a token of another row.
+A token is therefore drafted as long as it is right more often than it costs. All of this follows from tokens
+alone, never from a clock, so that a run that is repeated makes the same passes, and ranks that generate together
+agree.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from weakref import WeakKeyDictionary, WeakValueDictionary
@@ -30,11 +32,16 @@ AT_FIRST = 0.5
 """Share of drafted tokens that is thought to be right before any was verified."""
 LEARNED = 0.1
 """By which part of its distance to what was found that share moves with each token."""
-FORGIVEN = 0.005
+FORGIVEN = 0.0005
 """By how much it rises with each draft that was not tried, so that it is tried again some day."""
-FREE_TOKENS = {"cpu": 16}
-"""Tokens of a pass that cost about as much as one; see `benchmarks/results/speculation.md`."""
-FREE_ON_ACCELERATORS = 64
+COST_ON_CPU = 0.05
+"""Time that one token more adds to a pass, as a part of the time of a pass over one token: about four times the
+time for 64 tokens, see `benchmarks/results/speculation.md`.
+"""
+COST_ON_ACCELERATORS = 0.004
+"""The same, for half-precision weights that are read once: a GPU reads them in the time in which it multiplies
+about 250 tokens by them.
+"""
 
 NGram = tuple[int, ...]
 
@@ -46,10 +53,10 @@ class DraftSettings:
     num_draft_tokens: int = 8
     """Most tokens that are drafted for a row in one pass."""
     max_tokens: int | None = None
-    """Drafts are added to passes of up to so many tokens; None: as many as cost about as much as one."""
+    """Drafts are added to passes of up to so many tokens; None: to passes of any size, where they pay."""
 
 
-class _Group(dict[NGram, tuple[list[int], int]]):
+class NGrams(dict[NGram, tuple[list[int], int]]):
     """N-grams of a prompt, where they were last, and of the responses to it, where they were first: the tokens,
     and the place behind.
     """
@@ -60,7 +67,7 @@ class DraftSource:
     """The tokens of one row, and where each n-gram of its response was last."""
 
     tokens: list[int]
-    group: _Group
+    group: NGrams
     right: float
     """Share of drafted tokens that are right, as far as is known."""
     read: int
@@ -100,12 +107,11 @@ class Drafter:
     def __init__(self, settings: DraftSettings, device: str) -> None:
         """`device` is the type of the device that verifies."""
         self.most = settings.num_draft_tokens
-        self.max_tokens = settings.max_tokens or (
-            FREE_ON_ACCELERATORS if is_accelerator(device) else FREE_TOKENS["cpu"]
-        )
+        self.max_tokens = settings.max_tokens
+        self.cost = COST_ON_ACCELERATORS if is_accelerator(device) else COST_ON_CPU
         self.right = AT_FIRST
         """Share of all drafted tokens that are right, with which new rows begin."""
-        self._groups: WeakValueDictionary[Units, _Group] = WeakValueDictionary()
+        self._groups: WeakValueDictionary[Units, NGrams] = WeakValueDictionary()
         self._sources: WeakKeyDictionary[Row, DraftSource] = WeakKeyDictionary()
 
     def propose(
@@ -115,11 +121,10 @@ class Drafter:
 
         A pass computes `padded` tokens in any case.
         """
-        free = max(self.max_tokens, padded) - len(rows)
-        if free <= 0:
+        if self.max_tokens is not None and len(rows) >= self.max_tokens:
             return [[] for _ in rows]
         drafts = []
-        worth = []
+        chances = []
         for number, row in enumerate(rows):
             source = self._source(row, responses)
             drafts.append(source.draft(min(self.most, room[number])) if room[number] > 0 else [])
@@ -130,11 +135,22 @@ class Drafter:
                     if not place:
                         source.right += FORGIVEN
                     break
-                worth.append((-chance, number))
-        counts = [0] * len(rows)
-        for _, number in sorted(worth)[:free]:
+                chances.append((-chance, number))
+        counts = self._worth(sorted(chances), len(rows), padded)
+        return [draft[: counts[number]] for number, draft in enumerate(drafts)]
+
+    def _worth(self, chances: Sequence[tuple[float, int]], rows: int, padded: int) -> Counter[int]:
+        """Return how many tokens of each draft pay, of (-chance to be right, row) of all, the largest first."""
+        counts: Counter[int] = Counter()
+        tokens = rows
+        gained = float(rows)
+        for chance, number in chances[: None if self.max_tokens is None else self.max_tokens - rows]:
+            if tokens >= padded and -chance * (1 + self.cost * (tokens - 1)) < self.cost * gained:
+                break
             counts[number] += 1
-        return [draft[:count] for draft, count in zip(drafts, counts)]
+            tokens += 1
+            gained -= chance
+        return counts
 
     def learn(self, row: Row, drafted: int, right: int) -> None:
         """Note how many of the tokens drafted for a row were `right`; those behind a wrong one say nothing."""
@@ -151,7 +167,7 @@ class Drafter:
         if source is None:
             group = self._groups.get(prompt.key)
             if group is None:
-                group = self._groups[prompt.key] = _Group()
+                group = self._groups[prompt.key] = NGrams()
                 whole = DraftSource(list(prompt.token_ids), group, self.right, 0)
                 whole.extend(())
                 group.update({ngram: (whole.tokens, place) for ngram, place in whole.own.items()})

@@ -20,6 +20,7 @@ from hybridflow.models.attention.rope import longest_generated
 from hybridflow.models.copies.quantized_copy import QuantizedCopy
 from hybridflow.models.files.build import build_policy, generation_end_tokens, resolve_dtype
 from hybridflow.rollout.client import EngineReplica, LLMClient
+from hybridflow.rollout.native.drafts import DraftSettings
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.service import ServerLimits, Service
@@ -47,6 +48,8 @@ class ServeSettings:
     ones that prompts may continue.
     """
     prefix_caching: bool = True
+    speculate: bool = False
+    """Draft tokens from a prompt and its answers, and verify them in one pass."""
     quantization: str | None = None
     """Kind to which weights are quantized, int8, fp8 or float16; None: they stay as they are."""
     max_model_len: int | None = None
@@ -120,6 +123,7 @@ def _engine(settings: ServeSettings, device: str, ends: list[int], tokenizer: To
         gpu_memory_utilization=settings.memory_share,
         enable_prefix_caching=settings.prefix_caching,
         quantized=quantized,
+        drafts=DraftSettings() if settings.speculate else None,
     )
 
 

@@ -319,7 +319,12 @@ class RowTable:
             asked = [place_of[place] for place in places if place in place_of]
             own_columns = [facts[places], *(column[asked] for column in top)]
             asking_rows = [self.rows[row_of[asking[one]]] for one in asked]
-            choices.append(self._choice_of(members, self.plan, asking_rows, own_columns, version))
+            slots = self._slots_of(np.array(members))
+            slot_places = self.responses.sampled[slots]
+            self.responses.sampled[slots] += 1
+            member_rows = [self.rows[row] for row in members]
+            copy = HostCopy(own_columns)
+            choices.append(Choice(member_rows, slots, slot_places, version, self.plan, asking_rows, copy))
         return choices
 
     def _sample(
@@ -373,21 +378,11 @@ class RowTable:
         settled = [self.rows[start + row].settle() for row in plan.rows(sampling.WHOLE)]
         if any(settled):
             self._plans.clear()
-        return self._choice_of(range(start, self.decoding), plan, asking, columns, version)
-
-    def _choice_of(
-        self,
-        rows: Sequence[int],
-        plan: SamplingPlan,
-        asking: list[Row],
-        columns: Sequence[Tensor],
-        version: int,
-    ) -> Choice:
-        slots = self._slots_of(np.asarray(rows, np.intp))
+        rows = slice(start, self.decoding)
+        slots = self._slots_of(rows)
         places = self.responses.sampled[slots]
         self.responses.sampled[slots] += 1
-        members = [self.rows[row] for row in rows]
-        return Choice(members, slots, places, version, plan, asking, HostCopy(columns))
+        return Choice(self.rows[rows], slots, places, version, plan, asking, HostCopy(columns))
 
     def take_back(self, rows: Sequence[Row]) -> tuple[list[int], list[int]]:
         """Set rows back to the tokens that the host knows; their next token is drawn of the whole vocabulary.

@@ -170,7 +170,7 @@ class Session:
         self._longest_ever = max(self._longest_ever, *(request.most_tokens for request in good), 0)
         return outputs
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def step(self) -> list[GenerationOutput]:
         """Admit requests, prefill up to the token budget, decode a token for each row; return what finished.
 
@@ -196,7 +196,7 @@ class Session:
         self._stats.seconds += perf_counter() - started
         return outputs
 
-    @torch.no_grad()
+    @torch.inference_mode()
     def abort(self, request_ids: Iterable[int]) -> list[GenerationOutput]:
         """End these requests, unknown ones aside; return their partial responses, with reason "abort"."""
         ending = set(request_ids)
@@ -221,6 +221,7 @@ class Session:
             partials += [begun_beyond(one, since[one.request_id]) for one in waiting if one.partial_response]
         return partials
 
+    @torch.inference_mode()
     def close(self) -> None:
         """Drop running requests, and release the engine for other uses. A repeated call does nothing."""
         if not self._open:

@@ -75,18 +75,17 @@ def with_and_without(
 @pytest.mark.parametrize("kind", ["llama", "qwen3", "mistral", "gemma2", "gpt_oss", "deepseek_v3"])
 def test_tokens_and_log_probs_are_those_without_drafts(kind: str) -> None:
     changes = {"kind": kind, "max_num_seqs": 10, "decode": lambda ids: "".join(f"x{one}" for one in ids)}
-    plain, drafted, stats = with_and_without(of_many_kinds(72), **changes)
+    plain, drafted, stats = with_and_without(of_many_kinds(36), **changes)
     assert drafted == plain
-    assert stats.accepted_draft_tokens > 30, "texts of low temperature repeat themselves"
+    assert stats.accepted_draft_tokens > 15, "texts of low temperature repeat themselves"
     assert stats.accepted_draft_tokens < stats.draft_tokens
 
 
-@pytest.mark.parametrize("cache", ["slots", "paged"])
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.9])
+@pytest.mark.parametrize(("cache", "share"), [("slots", 0.0), ("slots", 0.5), ("paged", 0.5), ("paged", 0.9)])
 def test_drafts_of_any_quality_change_no_bit(
     cache: str, share: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    requests = of_many_kinds(45)
+    requests = of_many_kinds(27)
     changes = {"kv_cache": cache, "max_num_seqs": 7, "decode": lambda ids: "".join(f"x{one}" for one in ids)}
     plain, _, _ = with_and_without(requests, **changes)
     draw = random.Random(0)
@@ -106,13 +105,13 @@ def test_drafts_of_any_quality_change_no_bit(
     monkeypatch.setattr(Drafter, "learn", lambda *_: None)
     _, drafted, stats = with_and_without(requests, **changes)
     assert drafted == plain
-    assert stats.draft_tokens > 300
-    least = {0.0: 0, 0.5: 100, 0.9: 300}[share]
+    assert stats.draft_tokens > 150
+    least = {0.0: 0, 0.5: 50, 0.9: 150}[share]
     assert stats.accepted_draft_tokens >= least
 
 
 def test_without_exact_mode_tokens_are_the_same_and_log_probs_within_roundings() -> None:
-    requests = of_many_kinds(72)
+    requests = of_many_kinds(36)
     decode: Callable[[Sequence[int]], str] = lambda ids: "".join(f"x{one}" for one in ids)  # noqa: E731
     outputs = [
         run(tiny_engine(dtype=torch.float64, decode=decode, drafts=drafted), requests)

@@ -192,18 +192,19 @@ def write(cells: list[dict[str, Any]], passes: list[dict[str, float]], mode: str
         )
     first = {p["rows"]: p["ms"] for p in reversed(passes)}
     times = [(p["rows"], p["tokens"], f"{p['ms']:.0f}", f"{p['ms'] / first[p['rows']]:.2f}") for p in passes]
-    text = f"""SmolLM2-135M-Instruct in float32. `tail`: 4 rows, as at the end of a batch, at temperature 1. `batch`: 64 rows,
-8 to a prompt, at temperature 1. `code`: 4 rows that copy a function with a change, at temperature 0.5. Tokens for
-each second of CPU time: medians, with the least and the largest. Exact mode here: {mode}. In
-exact mode tokens and log-probs with drafts have to be those without, to the bit. Without it the last bits of a
-row depend on its company, with drafts or without.
+    text = f"""SmolLM2-135M-Instruct in float32. `tail`: 4 rows, as at the end of a batch, at temperature 1.
+`batch`: 64 rows, 8 to a prompt, at temperature 1. `code`: 4 rows that copy a function with a
+change, at temperature 0.5. Tokens for each second of CPU time: medians, with the least and the
+largest. Exact mode here: {mode}.
+In exact mode tokens and log-probs with drafts have to be those without, to the bit. Without it the
+last bits of a row depend on its company, with drafts or without.
 
 {kit.table(HEAD, lines)}
 
 ## Time of a pass
 
-A pass over several tokens of each row, behind 60 tokens. `COST_ON_CPU` is {COST_ON_CPU}: one token more is thought to add
-that part of the time of a pass over one token.
+A pass over several tokens of each row, behind 60 tokens. `COST_ON_CPU` is {COST_ON_CPU}: one
+token more is thought to add that part of the time of a pass over one token.
 
 {kit.table(("rows", "tokens of the pass", "ms", "of the pass without drafts"), times)}"""
     result = {**kit.facts(["torch", "transformers"]), "exact_mode": mode, "cells": cells, "passes": passes}

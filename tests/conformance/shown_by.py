@@ -17,6 +17,7 @@ _ERRORS = "conformance/test_errors.py"
 _WORKERS = "unit/workers/test_rollout_worker.py"
 _HF = "unit/rollout/test_hf_engine.py"
 _SESSION = "unit/rollout/test_native_session.py"
+_DRAFTS = "unit/rollout/test_native_drafts.py"
 _SGLANG = "with_sglang/test_sglang_engines.py"
 _OPENAI = "unit/rollout/test_openai_engine.py"
 
@@ -55,7 +56,7 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "quantization": "unit/workers/test_quantized_rollout.py::test_copies_of_the_actors_module_follow_it",
         "exact": "unit/models/test_exact_mode.py::test_generation_and_training_agree_to_the_bit",
         "prefix_reuse": f"{_SESSION}::test_prompts_share_the_keys_of_what_they_begin_with",
-        "speculation": "unit/rollout/test_native_drafts.py::test_tokens_and_log_probs_are_those_without_drafts",
+        "speculation": f"{_DRAFTS}::test_tokens_and_log_probs_are_those_without_drafts",
         "cpu": SHOWN_BY["greedy_parity"],
     },
     "hf": {

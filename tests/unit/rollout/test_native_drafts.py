@@ -63,7 +63,7 @@ def of_many_kinds(count: int) -> list[GenerationRequest]:
 def with_and_without(
     requests: Sequence[GenerationRequest], settings: DraftSettings = SETTINGS, **changes: Any
 ) -> tuple[dict[int, GenerationOutput], dict[int, GenerationOutput], RolloutStats]:
-    """Return the outputs of the same engine in exact mode without drafts and with them, and these statistics."""
+    """Return the outputs of an engine in exact mode without and with drafts, and the statistics with them."""
     outputs = []
     for drafted in (None, settings):
         engine = tiny_engine(drafts=drafted, **changes)
@@ -90,15 +90,15 @@ def test_drafts_of_any_quality_change_no_bit(
     plain, _, _ = with_and_without(requests, **changes)
     draw = random.Random(0)
 
-    def propose(self: Drafter, rows: Any, responses: Any, room: Sequence[int], padded: int) -> list[list[int]]:
+    def propose(
+        self: Drafter, rows: Any, responses: Any, room: Sequence[int], padded: int
+    ) -> list[list[int]]:
         found = []
         for row, most in zip(rows, room):
             right = plain[row.request.request_id].token_ids[int(responses.known[row.slot]) :]
             count = draw.randrange(0, 1 + min(6, max(0, most)))
             padded_out = [*right, *[draw.randrange(VOCABULARY) for _ in range(count)]][:count]
-            found.append(
-                [one if draw.random() < share else draw.randrange(VOCABULARY) for one in padded_out]
-            )
+            found.append([one if draw.random() < share else draw.randrange(VOCABULARY) for one in padded_out])
         return found
 
     monkeypatch.setattr(Drafter, "propose", propose)
@@ -127,7 +127,9 @@ def test_a_run_that_is_repeated_makes_the_same_passes() -> None:
     for _ in range(2):
         engine = tiny_engine(max_num_seqs=6)
         run(engine, [one for one in of_many_kinds(30) if not one.sampling.stop])
-        stats.append((engine.stats.decode_steps, engine.stats.draft_tokens, engine.stats.accepted_draft_tokens))
+        stats.append(
+            (engine.stats.decode_steps, engine.stats.draft_tokens, engine.stats.accepted_draft_tokens)
+        )
     assert stats[0] == stats[1] and stats[0][1] > 0
 
 

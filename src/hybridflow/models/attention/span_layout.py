@@ -4,10 +4,11 @@
     row 1   [ cached ............ | span | free ]   query i of a span sees everything up to itself
 
 Whole prompts need nothing of the cache, and are attended over as in training. Decoding is one token of each
-of the first rows; verifying, one and those that were drafted behind it. On CPU the query heads that share a key-value head are folded into the query axis, and the
-attention is written out over whole slots: with one query per row that is 1.5 times as fast as the fused
-kernel with grouped heads, and products over whole slots are 2 to 4 times as fast as over parts of them. On
-CUDA a kernel reads the blocks in place. All else are chunks, in buckets of similar length.
+of the first rows; verifying, one and those that were drafted behind it. On CPU the query heads that share a
+key-value head are folded into the query axis, and the attention is written out over whole slots: with one
+query per row that is 1.5 times as fast as the fused kernel with grouped heads, and products over whole slots
+are 2 to 4 times as fast as over parts of them. On CUDA a kernel reads the blocks in place. All else are
+chunks, in buckets of similar length.
 """
 
 from __future__ import annotations
@@ -103,14 +104,15 @@ class SpanLayout:
     ) -> SpanLayout:
         """Return the layout of counts[i] new tokens of row i, for each of the first rows, behind starts[i].
 
-        `places` are those of all N tokens, row after row; what is computed has shape [N, 1], as in `decoding`.
+        `places` are those of all N tokens, row after row. What is computed has shape [N, 1].
         """
         layout = cls(cache, places)
         count = torch.tensor(counts)[:, None]
         step = torch.minimum(torch.arange(max(counts))[None], count - 1)
         first = count.cumsum(0) - count
         end = cache.keys_read(max(start + own for start, own in zip(starts, counts)))
-        index, positions = to_device(torch.stack([first + step, torch.tensor(starts)[:, None] + step]), cache.device)
+        padded = torch.stack([first + step, torch.tensor(starts)[:, None] + step])
+        index, positions = to_device(padded, cache.device)
         layout._buckets.append(_Bucket(None, index, positions, [end]))
         real = torch.arange(max(counts)) < count
         layout._restore = to_device(real.flatten().nonzero()[:, 0], cache.device)

@@ -6,11 +6,11 @@ before, in its own prompt and response or in another response to the same prompt
                                                               └── share that was right ◄──learn────────┘
 
 A pass samples behind each drafted token with the row's own random number of that place, and a draft is right
-where it is what is sampled: tokens and log-probs are those without drafts. A pass over few tokens mostly reads
-the weights, so that one token more costs little; over many tokens it costs as much as a token of another row.
-A token is therefore drafted as long as it is right more often than it costs. All of this follows from tokens
-alone, never from a clock, so that a run that is repeated makes the same passes, and ranks that generate together
-agree.
+where it is what is sampled: tokens and log-probs are those without drafts. A pass over few tokens mostly
+reads the weights, so that one token more costs little; over many tokens it costs as much as a token of
+another row. A token is therefore drafted as long as it is right more often than it costs. All of this follows
+from tokens alone, never from a clock, so that a run that is repeated makes the same passes, and ranks that
+generate together agree.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ LEARNED = 0.1
 FORGIVEN = 0.0005
 """By how much it rises with each draft that was not tried, so that it is tried again some day."""
 COST_ON_CPU = 0.05
-"""Time that one token more adds to a pass, as a part of the time of a pass over one token: about four times the
-time for 64 tokens, see `benchmarks/results/speculation.md`.
+"""Time that one token more adds to a pass, as a part of the time of a pass over one token; 64 tokens take
+about four times as long as one (`benchmarks/results/speculation.md`).
 """
 COST_ON_ACCELERATORS = 0.004
-"""The same, for half-precision weights that are read once: a GPU reads them in the time in which it multiplies
-about 250 tokens by them.
+"""The same, for weights in half precision: a GPU reads them in the time in which it multiplies about 250
+tokens by them.
 """
 
 NGram = tuple[int, ...]
@@ -57,9 +57,7 @@ class DraftSettings:
 
 
 class NGrams(dict[NGram, tuple[list[int], int]]):
-    """N-grams of a prompt, where they were last, and of the responses to it, where they were first: the tokens,
-    and the place behind.
-    """
+    """Where n-grams of a prompt came last, and those of its responses first: tokens, and the place behind."""
 
 
 @dataclass
@@ -140,7 +138,7 @@ class Drafter:
         return [draft[: counts[number]] for number, draft in enumerate(drafts)]
 
     def _worth(self, chances: Sequence[tuple[float, int]], rows: int, padded: int) -> Counter[int]:
-        """Return how many tokens of each draft pay, of (-chance to be right, row) of all, the largest first."""
+        """Return how many tokens of each row's draft pay, of (-chance to be right, row), best first."""
         counts: Counter[int] = Counter()
         tokens = rows
         gained = float(rows)
@@ -153,7 +151,7 @@ class Drafter:
         return counts
 
     def learn(self, row: Row, drafted: int, right: int) -> None:
-        """Note how many of the tokens drafted for a row were `right`; those behind a wrong one say nothing."""
+        """Note how many tokens of a row's draft were `right`; those behind a wrong one say nothing."""
         source = self._sources[row]
         for place in range(min(right + 1, drafted)):
             found = float(place < right)

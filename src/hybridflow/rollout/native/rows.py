@@ -284,11 +284,11 @@ class RowTable:
     def verify(
         self, tokens: Tensor, drafts: Sequence[Sequence[int]], logits: Tensor, version: int
     ) -> list[Choice]:
-        """Sample behind the newest token of each decoding row and behind each of its drafted ones, `tokens` [N]
-        row after row, by logits [N, V]; a draft is right as long as it is what is sampled.
+        """Sample behind the newest token of each decoding row and behind each drafted one: `tokens` [N], row
+        after row, and logits [N, V]. A draft is right as long as it is what is sampled.
 
-        Returns the choices of one place after the other: the first has a token of each row, the next ones have
-        those of the rows whose draft was right up to there. All are the rows' tokens at once, as in `choose`.
+        Returns the choices of one place after the other: the first has a token of each row, the next ones
+        those of rows whose draft was right up to there. All are the rows' tokens at once, as in `choose`.
         """
         counts = np.array([1 + len(draft) for draft in drafts])
         first = counts.cumsum() - counts
@@ -336,7 +336,7 @@ class RowTable:
         asking: Sequence[Row],
         ahead: bool = False,
     ) -> list[Tensor]:
-        """Sample a token by each of logits [n, V], which belong to `rows`, each behind `generated` [n] tokens.
+        """Sample a token by each of logits [n, V] of `rows`, which have `generated` [n] tokens so far.
 
         Returns `ChosenTokens.facts` and, where rows are `asking` for the most probable tokens, these and
         their log-probs.
@@ -412,9 +412,7 @@ class RowTable:
             self._plans[(rows.start, rows.stop)] = plan
         return plan
 
-    def _edited(
-        self, logits: Tensor, rows: slice | Tensor, generated: Tensor, plan: SamplingPlan
-    ) -> Tensor:
+    def _edited(self, logits: Tensor, rows: slice | Tensor, generated: Tensor, plan: SamplingPlan) -> Tensor:
         """Return a copy of logits [n, V] with biases, then penalties, then -inf for ends that are early.
 
         They belong to `rows`, and each follows `generated` [n] tokens of a response.

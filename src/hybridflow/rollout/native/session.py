@@ -73,7 +73,7 @@ class SessionSettings:
     """Compute the keys and values of running rows again when the weights change."""
     stop_texts: StopTexts | None
     look_ahead: bool
-    """Begin a step before the host has seen the tokens of the one before; drafts need them, so not with these."""
+    """Begin a step before the host has seen the tokens of the one before; never with drafts, which need them."""
     drafts: DraftSettings | None = None
     """How much is drafted; None: nothing."""
 
@@ -447,7 +447,7 @@ class Session:
             self._add(self.rows.chosen(facts, version))
 
     def _drafts(self) -> list[list[int]]:
-        """Return what is drafted for each decoding row, with memory for it; nothing where there are no drafts."""
+        """Return what is drafted for each decoding row, and has memory; nothing without drafts."""
         if self._drafter is None:
             return []
         count = self.rows.decoding
@@ -464,10 +464,9 @@ class Session:
         """Give every decoding row the tokens that were drafted for it and are right, and one more."""
         counts = [1 + len(draft) for draft in drafts]
         rows = self.rows.rows[: len(drafts)]
-        tokens = to_device(
-            [token for row, draft in zip(rows, drafts) for token in (self.rows.responses.newest(row), *draft)],
-            self.policy.device,
-        )
+        newest = map(self.rows.responses.newest, rows)
+        flat = [token for first, draft in zip(newest, drafts) for token in (first, *draft)]
+        tokens = to_device(flat, self.policy.device)
         shifts = None
         if self.policy.vision is not None:
             shifts = self.rows.shift

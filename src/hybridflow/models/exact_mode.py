@@ -167,8 +167,8 @@ def even_rows(module: nn.Module, num_threads: int | None = None) -> int:
 
 @torch.no_grad()
 def uneven_layer(module: nn.Module, mode: ExactMode) -> str | None:
-    """Return a text on a dense layer of `module` that gives a row other bits where more rows are computed with
-    it, or None.
+    """Return a text on a dense layer of `module` that gives a row other bits in the company of more rows, or
+    None.
 
     One layer of each shape is tried, in milliseconds, with the numbers of rows that `mode` pads to. A layer
     that differs refuses the mode; where none does, the self-check still has to prove it.
@@ -181,7 +181,9 @@ def uneven_layer(module: nn.Module, mode: ExactMode) -> str | None:
         together = linear(states, layer.weight, layer.bias)
         for rows in fewer:
             if not torch.equal(linear(states[:, :rows], layer.weight, layer.bias), together[:, :rows]):
-                return f"a dense layer {num_inputs} -> {num_outputs} gives other bits to {rows} and {most} rows"
+                return (
+                    f"a dense layer {num_inputs} -> {num_outputs} gives other bits to {rows} and {most} rows"
+                )
     return None
 
 

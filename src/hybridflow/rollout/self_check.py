@@ -24,8 +24,8 @@ from hybridflow.protocol.prompt import MEDIA, Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutEngine, SamplingParams
 
 SMALL_MODEL = 20_000_000
-"""Parameters up to which the check takes all its rows and compositions; a larger model has half the rows, short
-answers, and one composition of each row in training, because a pass of it takes a second.
+"""Parameters up to which the check takes all its rows and compositions. For a larger model, of which a pass
+takes a second, it takes half the rows, short answers, and one composition of each row in training.
 """
 
 
@@ -49,8 +49,8 @@ def choose_exact_mode(
 ) -> ExactMode | str:
     """Return the cheapest mode in which this awake engine and this module agree to the bit, or why none does.
 
-    `longest`: tokens of the longest row of the run. Without `many_rows` no mode is tried that pads dense layers
-    to more than MIN_ROWS. The policy is left as it was: the caller switches it.
+    `longest`: tokens of the longest row of the run. Without `many_rows` no mode is tried that pads dense
+    layers to more than MIN_ROWS. The policy is left as it was: the caller switches it.
     """
     refusal = why_never_exact(policy)
     if refusal is not None:

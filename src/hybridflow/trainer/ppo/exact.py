@@ -78,8 +78,8 @@ def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
     chosen = impossible or _choose(config, roles, many_rows=not by_choice)
     if by_choice and impossible is None and isinstance(chosen, str):
         chosen += (
-            f". {KEY}=true also tries {MANY_ROWS} rows in each dense layer, which cost more than the pass that "
-            "they save, and one thread may do with fewer"
+            f". {KEY}=true also tries {MANY_ROWS} rows in each dense layer, which cost more than the pass "
+            "that they save, and one thread may do with fewer"
         )
     if isinstance(chosen, str):
         if wanted is True:

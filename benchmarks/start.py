@@ -1,11 +1,14 @@
 """From the command to the first optimizer step: `hybridflow train` with the local controller against a script
-with TRL's `GRPOTrainer`.
+with TRL's `GRPOTrainer`, and alone with a real model.
 
-    python benchmarks/start.py [--threads 1,2] [--rounds 5] [--quick]       (needs the extra `bench`)
+    python benchmarks/start.py [--threads 1,2] [--rounds 5] [--real FOLDER] [--quick]
 
+Needs the extra `bench`.
 A model of 0.4 M parameters in a folder, 8 prompts × 4 responses of at most 16 tokens, the same reward
 function in the process itself. The clock starts before the process and stops when the metrics of its first
-step are told. Both in turn, each time a new process. Writes `benchmarks/results/start.json` and `.md`.
+step are told. Both in turn, each time a new process. With `--real`, the folder of a real model such as
+SmolLM2-135M, the clock of our side also stops where the first step begins: the end, less what the step itself
+says that it took. Writes `benchmarks/results/start.json` and `.md`.
 """
 
 from __future__ import annotations
@@ -28,6 +31,9 @@ from letters_reward import reward
 PROMPTS = 8
 GROUP = 4
 TOKENS = 16
+REAL_BEGINS = 10
+"""Seconds within which the first step of the real model is to begin on a quiet machine."""
+REAL_HEAD = ("threads", "s to the step", "s to its end", "CPU s")
 HEAD = ("threads", "side", "s to the first step", "CPU s", "against TRL")
 
 
@@ -68,10 +74,10 @@ def run_trl(folder: Path) -> None:
     ).train()
 
 
-def our_command(folder: Path) -> list[str]:
+def our_command(folder: Path, model: Path) -> list[str]:
     """The command line of our side."""
     keys = {
-        "actor_rollout_ref.model.path": folder / "model",
+        "actor_rollout_ref.model.path": model,
         "actor_rollout_ref.actor.use_kl_loss": "false",
         "actor_rollout_ref.actor.ppo_mini_batch_size": PROMPTS,
         "actor_rollout_ref.rollout.n": GROUP,
@@ -99,9 +105,9 @@ def timed(command: list[str], threads: int, metrics: Path | None) -> tuple[float
     began = time.perf_counter()
     told = 0.0
     with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=errors, text=True, env=kit.environment(threads)
-        )
+        environment = kit.environment(threads)
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)  # an installed package has compiled modules
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True, env=environment)
         if metrics is None:
             assert process.stdout is not None
             for line in process.stdout:
@@ -120,6 +126,61 @@ def timed(command: list[str], threads: int, metrics: Path | None) -> tuple[float
     return told, after.children_user + after.children_system - before.children_user - before.children_system
 
 
+def write_prompts(folder: Path) -> None:
+    """Write the prompts of both sides."""
+    rows = [
+        {"data_source": "letters", "prompt": f"{number} + {number} = ", "reward_model": {"ground_truth": ""}}
+        for number in range(64)
+    ]
+    (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def measure_real(options: argparse.Namespace, threads: int) -> dict[str, Any]:
+    """Our side alone with the real model: seconds until the first step begins, until its end, and CPU."""
+    found: dict[str, list[float]] = {"begins": [], "ends": [], "cpu": []}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_prompts(folder)
+        metrics = folder / "ours" / "metrics.jsonl"
+        for number in range(-1 + bool(options.quick), options.quick or options.rounds):  # the first warms up
+            shutil.rmtree(folder / "ours", ignore_errors=True)
+            ends, cpu = timed(our_command(folder, options.real), threads, metrics)
+            step = json.loads(metrics.read_text().splitlines()[0])
+            if number >= 0:
+                found["begins"].append(ends - step["timing_s/step"])
+                found["ends"].append(ends)
+                found["cpu"].append(cpu)
+    case = {"threads": threads, **found}
+    print(kit.line(real_line(case)), flush=True)
+    return case
+
+
+def real_line(case: dict[str, Any]) -> list[str]:
+    """The row of a number of threads."""
+    return [str(case["threads"]), *(kit.spread(case[name]) for name in ("begins", "ends", "cpu"))]
+
+
+def real_part(real: dict[str, Any] | None) -> str:
+    """The page's part on the real model; empty where it was never measured."""
+    if real is None:
+        return ""
+    rounds = len(real["cases"][0]["ends"])
+    goals = "\n".join(
+        f"- {case['threads']} thread(s): the step begins after {statistics.median(case['begins']):.1f} s, "
+        f"wanted within {REAL_BEGINS}: {kit.verdict(statistics.median(case['begins']) <= REAL_BEGINS)}"
+        for case in real["cases"]
+    )
+    return f"""
+
+A real model ({real["name"]}, float32) with the same rows and keys, our side alone, by `--real`; medians
+(fastest–slowest) of {rounds}. {real["date"]}, {real["machine"]}, load {real["load"]:.1f} (goals are for a
+quiet machine).
+
+{kit.table(REAL_HEAD, [real_line(case) for case in real["cases"]])}
+
+{goals}"""
+
+
 def measure(options: argparse.Namespace, threads: int) -> dict[str, Any]:
     """Both sides in turn."""
     from hybridflow.models.tiny import create_tiny_model
@@ -127,19 +188,11 @@ def measure(options: argparse.Namespace, threads: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         create_tiny_model(folder / "model")
-        rows = [
-            {
-                "data_source": "letters",
-                "prompt": f"{number} + {number} = ",
-                "reward_model": {"ground_truth": ""},
-            }
-            for number in range(64)
-        ]
-        (folder / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        write_prompts(folder)
 
         def ours() -> tuple[float, float]:
             shutil.rmtree(folder / "ours", ignore_errors=True)
-            return timed(our_command(folder), threads, folder / "ours" / "metrics.jsonl")
+            return timed(our_command(folder, folder / "model"), threads, folder / "ours" / "metrics.jsonl")
 
         def trl() -> tuple[float, float]:
             return timed(kit.own_command(__file__, "--trl", folder), threads, None)
@@ -197,22 +250,27 @@ turn.
 
 Goals:
 
-{goals}"""
+{goals}{real_part(result.get("real"))}"""
 
 
 def main() -> None:
-    """Measure, print, write; with `--trl` be TRL's side."""
+    """Measure one of the two tables, print, write both; with `--trl` be TRL's side."""
     parser = kit.arguments(__doc__, rounds=5)
+    parser.add_argument("--real", type=Path, help="measure the second table, with the model of this folder")
     parser.add_argument("--trl", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.trl:
         run_trl(options.trl)
         return
-    if options.page:
-        result = kit.committed("start")
-    else:
-        cases = [measure(options, threads) for threads in options.threads]
-        result = kit.facts(["torch", "transformers", "trl"]) | {"cases": cases}
+    result = kit.committed("start")
+    if options.real:
+        real = [measure_real(options, threads) for threads in options.threads]
+        facts = kit.facts(["torch", "transformers"])
+        more = {"name": options.real.name, "load": os.getloadavg()[1], "cases": real}
+        result["real"] = {name: facts[name] for name in ("date", "machine")} | more
+    elif not options.page:
+        result["cases"] = [measure(options, threads) for threads in options.threads]
+        result |= kit.facts(["torch", "transformers", "trl"])
     kit.write("start", result, "From the command to the first step", page_of(result), dry=options.quick)
 
 

@@ -18,7 +18,7 @@ def demo(options: argparse.Namespace) -> int:
 
     setup_logging()
     with progress.shown():
-        with progress.phase("importing torch and transformers"):
+        with progress.importing():
             from hybridflow.demo.demo import DemoOptions, run_demo
 
         wanted = DemoOptions(
@@ -40,10 +40,11 @@ def demo(options: argparse.Namespace) -> int:
 
 def train(options: argparse.Namespace) -> int:
     """Run a command that trains: one run, or every combination of a sweep."""
+    from hybridflow.observability.importing import importing
     from hybridflow.observability.progress import progress
 
     with progress.shown():
-        with progress.phase("reading the configuration"):
+        with progress.phase("reading the configuration"), importing():
             from hybridflow.config import RUNS
             from hybridflow.trainer.main import run
 
@@ -168,7 +169,7 @@ def merge(options: argparse.Namespace) -> int:
             with progress.phase("asking the hub"):
                 upload = HubUpload(options.upload, options.private, options.token_env)
                 upload.check()
-        with progress.phase("importing torch and transformers"):
+        with progress.importing():
             from hybridflow.merger import merge as merge_checkpoint
 
         with progress.phase("merging the checkpoint"):
@@ -193,7 +194,7 @@ def import_gguf(options: argparse.Namespace) -> int:
 
     setup_logging()
     with progress.shown():
-        with progress.phase("importing torch and transformers"):
+        with progress.importing():
             from hybridflow.models.files.gguf import import_gguf as convert
 
         with progress.phase("converting the GGUF file"):
@@ -226,7 +227,7 @@ def try_environment(options: argparse.Namespace) -> int:
         show_try(options.environment, given, options.seed, row)
         return 0
     load_environment(options.environment, given, key="environment")  # a mistake shows before torch is loaded
-    with progress.shown(), progress.phase("importing torch and transformers"):
+    with progress.shown(), progress.importing():
         from hybridflow.cli.try_model import show_model
 
     show_model(options.environment, given, options.seed, row, options.model, options.max_new_tokens)

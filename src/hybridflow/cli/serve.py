@@ -126,7 +126,7 @@ def run(options: argparse.Namespace) -> int:
     from hybridflow.observability.progress import progress
 
     setup_logging()
-    with progress.shown(), progress.phase("importing torch and transformers"):
+    with progress.shown(), progress.importing():
         from hybridflow.rollout.server.run import choose_token, listen
 
     given = options.api_key

@@ -78,7 +78,7 @@ def diff_command(options: argparse.Namespace) -> int:
 
     setup_logging()
     with progress.shown():
-        with progress.phase("importing torch"):
+        with progress.importing("torch"):
             from hybridflow.trainer.replay.diff import diff_runs
         with progress.phase("comparing the runs"):
             found = diff_runs(Path(options.first), Path(options.second))
@@ -97,7 +97,7 @@ def replay_command(options: argparse.Namespace) -> int:
 
     setup_logging()
     with progress.shown():
-        with progress.phase("importing torch and transformers"):
+        with progress.importing():
             from hybridflow.trainer.replay.replay import replay
         found = replay(Path(options.run), options.step)
     if options.json:
@@ -129,7 +129,7 @@ def reverify_command(options: argparse.Namespace) -> int:
 
     setup_logging()
     with progress.shown():
-        with progress.phase("importing torch"):
+        with progress.importing("torch"):
             from hybridflow.trainer.replay.reverify import reverify
         judged = reverify(Path(options.run), options.reward, options.estimator, options.step)
     show_judged(judged)

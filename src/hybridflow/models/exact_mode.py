@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import pad
+from torch.nn.functional import linear, pad
 
 from hybridflow.models.attention.layouts import Layout
 from hybridflow.models.attention.scores import Scores
@@ -34,6 +34,8 @@ MIN_QUERIES = 8
 KEY_BLOCK = 128
 """Keys whose values are added up in one product; libraries cut longer sums at places that they choose."""
 THRIFTY_KEYS = 32
+TRIED_ROWS = (1, 32, 64, 128, 192, 320)
+"""Numbers of rows that `uneven_layer` tries, before padding; libraries cut sums in other ways below 200."""
 VECTOR = 32
 """Count of numbers that the widest vectorised loop takes at a time: two vectors of 512 bits in float32."""
 
@@ -161,6 +163,28 @@ def even_rows(module: nn.Module, num_threads: int | None = None) -> int:
     wanted = VECTOR * math.lcm(*range(1, min(threads, 4) + 1))
     width = math.gcd(*(layer.out_features for layer in module.modules() if isinstance(layer, nn.Linear)))
     return wanted // math.gcd(wanted, width)
+
+
+@torch.no_grad()
+def uneven_layer(module: nn.Module, mode: ExactMode) -> str | None:
+    """Return a text on a dense layer of `module` that gives a row other bits in the company of more rows, or
+    None.
+
+    One layer of each shape is tried, in milliseconds, with the numbers of rows that `mode` pads to. A layer
+    that differs refuses the mode; where none does, the self-check still has to prove it.
+    """
+    layers = {tuple(layer.weight.shape): layer for layer in module.modules() if isinstance(layer, nn.Linear)}
+    fewer = sorted({mode.num_rows(rows) for rows in TRIED_ROWS})
+    most = fewer.pop()
+    for (num_outputs, num_inputs), layer in layers.items():
+        states = torch.sin(torch.arange(most * num_inputs, dtype=torch.float32)).view(1, most, num_inputs)
+        together = linear(states, layer.weight, layer.bias)
+        for rows in fewer:
+            if not torch.equal(linear(states[:, :rows], layer.weight, layer.bias), together[:, :rows]):
+                return (
+                    f"a dense layer {num_inputs} -> {num_outputs} gives other bits to {rows} and {most} rows"
+                )
+    return None
 
 
 class _RealRows:

@@ -27,6 +27,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from hybridflow.observability.importing import importing
 from hybridflow.observability.logging_setup import console as shared_console
 
 logger = logging.getLogger(__name__)
@@ -110,6 +111,12 @@ class Progress:
         finally:
             with self._lock:
                 self._phases.remove(phase)
+
+    @contextmanager
+    def importing(self, libraries: str = "torch and transformers") -> Iterator[None]:
+        """Report that libraries are imported which take seconds, and put off garbage collections."""
+        with self.phase(f"importing {libraries}"), importing():
+            yield
 
     def each(self, items: Iterable[T], words: str, total: int) -> Iterator[T]:
         """Go through the parts of some work; the count says which of them is being done."""

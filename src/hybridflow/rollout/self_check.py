@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from hybridflow.models.attention.rope import longest_generated
-from hybridflow.models.exact_mode import ExactMode
+from hybridflow.models.exact_mode import MIN_ROWS, ExactMode, uneven_layer
 from hybridflow.models.files.probe import varied_tokens
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.vision import Vision
@@ -24,7 +24,9 @@ from hybridflow.protocol.prompt import MEDIA, Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutEngine, SamplingParams
 
 SMALL_MODEL = 20_000_000
-"""Parameters up to which the check takes all its rows; for a larger model half of them are enough."""
+"""Parameters up to which the check takes all its rows and compositions. For a larger model, of which a pass
+takes a second, it takes half the rows, short answers, and one composition of each row in training.
+"""
 
 
 @dataclass(frozen=True)
@@ -43,21 +45,26 @@ class Mismatch:
 
 
 def choose_exact_mode(
-    engine: RolloutEngine, policy: PolicyModel, *, longest: int, temperature: float
+    engine: RolloutEngine, policy: PolicyModel, *, longest: int, temperature: float, many_rows: bool = True
 ) -> ExactMode | str:
     """Return the cheapest mode in which this awake engine and this module agree to the bit, or why none does.
 
-    `longest`: tokens of the longest row of the run. The policy is left as it was: the caller switches it.
+    `longest`: tokens of the longest row of the run. Without `many_rows` no mode is tried that pads dense
+    layers to more than MIN_ROWS. The policy is left as it was: the caller switches it.
     """
     refusal = why_never_exact(policy)
     if refusal is not None:
         return refusal
     before = policy.exact
-    found = None
+    found: Mismatch | str | None = None
     try:
         for mode in ExactMode.choices(policy.text, longest):
+            if mode.min_rows > MIN_ROWS and not many_rows:
+                continue
             policy.exact = mode
-            found = self_check(engine, policy, longest=longest, temperature=temperature)
+            found = uneven_layer(policy.text, mode)
+            if found is None:
+                found = self_check(engine, policy, longest=longest, temperature=temperature)
             if found is None:
                 return mode
     finally:
@@ -122,6 +129,12 @@ def _in_training(
         "one row": [[row] for row in rows[:8]],
         "a few rows": [rows[1::3], rows[2::3]],
     }
+    if not _is_small(policy):
+        cuts = {
+            "half of the rows": [rows[::2]],
+            "one row": [[row] for row in rows[3::4]],
+            "a few rows": [rows[1::4]],
+        }
     training = [module for module in policy.modules() if module.training]
     try:
         for what, parts in cuts.items():
@@ -146,10 +159,13 @@ def _requests(policy: PolicyModel, longest: int, temperature: float) -> list[Gen
     vocabulary = policy.head.weight.shape[0]
     positions = longest_generated(policy.config) or longest
     room = max(2, min(longest, positions))
-    small = policy.num_parameters <= SMALL_MODEL
-    num_prompts = 16 if small else 8
+    num_prompts = 8
+    spread = 3
+    if _is_small(policy):
+        num_prompts = 16
+        spread = 10
     num_rows = 3 * num_prompts // 2
-    answers = [min(room - 1, 3 + (5 * row) % 10) for row in range(num_rows)]
+    answers = [min(room - 1, 3 + (5 * row) % spread) for row in range(num_rows)]
     requests = []
     for row, answer in enumerate(answers):
         prompt = row % num_prompts
@@ -162,6 +178,10 @@ def _requests(policy: PolicyModel, longest: int, temperature: float) -> list[Gen
             read = _with_picture(policy.vision, ids, room - max(answers))
         requests.append(GenerationRequest(row, read, sampling, seed=1000 + row))
     return requests
+
+
+def _is_small(policy: PolicyModel) -> bool:
+    return policy.num_parameters <= SMALL_MODEL
 
 
 def _with_picture(vision: Vision, ids: tuple[int, ...], room: int) -> Prompt:

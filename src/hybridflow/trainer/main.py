@@ -56,7 +56,7 @@ def run(config: C, prepare: Callable[[Trainer[Any, Any]], None] | None = None) -
     _refuse_torchrun()
     _look_first(config)
     with progress.shown(), stopping(config):
-        with progress.phase("importing torch and transformers"):
+        with progress.importing():
             build = _load_build(config)
             from hybridflow.trainer.restarts import Restarts
 

@@ -290,16 +290,20 @@ class RolloutWorker(Worker):
             self._outbox(kind, self._openings.get(kind, 0)).put(error)
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
-    def choose_exact(self, *, longest: int, temperature: float) -> ExactMode | str:
+    def choose_exact(self, *, longest: int, temperature: float, many_rows: bool) -> ExactMode | str:
         """Return the cheapest mode in which generation and training agree to the bit on this rank, or why
-        there is none.
+        there is none; see `choose_exact_mode`.
         """
         if not isinstance(self.engine, SharedModule):
             return "its engine does not generate with the module that trains"
         try:
             self.engine.wake_up()
             return choose_exact_mode(
-                self.engine, self.engine.policy, longest=longest, temperature=temperature
+                self.engine,
+                self.engine.policy,
+                longest=longest,
+                temperature=temperature,
+                many_rows=many_rows,
             )
         finally:
             self.engine.sleep()

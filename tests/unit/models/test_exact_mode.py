@@ -9,7 +9,7 @@ import torch
 import zoo
 
 from hybridflow.models.attention.scores import Scores
-from hybridflow.models.exact_mode import ExactMode, even_rows
+from hybridflow.models.exact_mode import ExactMode, even_rows, uneven_layer
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows, pack
@@ -245,6 +245,48 @@ def test_the_last_modes_pad_to_many_rows() -> None:
     ]
     assert safest.num_rows(193) == 224
     assert thrifty.joined(ExactMode(128)).min_rows == ExactMode(128).joined(safest).min_rows == 192
+
+
+def test_a_dense_layer_whose_rows_depend_on_their_number_refuses_a_mode(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The kernels of a library that takes another one below 100 rows."""
+    policy = PolicyModel(zoo.tiny_hf("llama"))
+    linear = torch.nn.functional.linear
+
+    def cut(states: torch.Tensor, *layer: torch.Tensor) -> torch.Tensor:
+        return linear(states, *layer) + (states.shape[1] < 100) * 1e-3
+
+    assert uneven_layer(policy.text, ExactMode(32)) is None
+    monkeypatch.setattr("hybridflow.models.exact_mode.linear", cut)
+    found = uneven_layer(policy.text, ExactMode(32))
+    assert found is not None and "16 and 320 rows" in found
+    assert uneven_layer(policy.text, ExactMode(32, min_rows=192)) is None
+    checked = []
+    monkeypatch.setattr("hybridflow.rollout.self_check.self_check", lambda *_, **__: checked.append(1))
+    engine = NativeEngine(policy, eos_token_ids=(2,))
+    mode = choose_exact_mode(engine, policy, longest=100, temperature=1.0)
+    assert isinstance(mode, ExactMode) and mode.min_rows == 192
+    assert checked == [1], "no row is generated to check a mode that a layer refuses"
+    reason = choose_exact_mode(engine, policy, longest=100, temperature=1.0, many_rows=False)
+    assert isinstance(reason, str) and "a dense layer" in reason and checked == [1]
+
+
+@pytest.mark.parametrize("small", [True, False])
+def test_the_check_of_a_large_model_sees_what_that_of_a_small_one_sees(
+    monkeypatch: pytest.MonkeyPatch, small: bool
+) -> None:
+    monkeypatch.setattr("hybridflow.rollout.self_check.SMALL_MODEL", 10**9 * small)
+    policy = PolicyModel(zoo.tiny_hf("llama"))
+    engine = NativeEngine(policy, eos_token_ids=(2,))
+    assert isinstance(choose_exact_mode(engine, policy, longest=100, temperature=1.0), ExactMode)
+    assert self_check(engine, policy, longest=100, temperature=1.0) is not None, "fast mode is not exact"
+    generated = policy.decode
+    policy.exact = ExactMode.choices(policy.text, 100)[-1]
+    assert self_check(engine, policy, longest=100, temperature=1.0) is None
+    monkeypatch.setattr(policy, "decode", lambda *step: generated(*step) * (1 + 1e-6))
+    found = self_check(engine, policy, longest=100, temperature=1.0)
+    assert found is not None and "generated and trained" in found.what
 
 
 def test_where_kernels_need_more_padding_the_check_takes_more(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import io
 import itertools
 import logging
@@ -10,6 +11,7 @@ from rich.console import Console
 
 from hybridflow.observability import logging_setup
 from hybridflow.observability import progress as module
+from hybridflow.observability.importing import importing
 from hybridflow.observability.progress import Progress
 from hybridflow.observability.timing import Timer
 
@@ -115,3 +117,12 @@ def test_a_log_line_keeps_its_room_on_a_narrow_terminal(
     handler = logging_setup._rich_handler()
     handler.emit(logging.LogRecord("x", logging.INFO, "", 0, "twenty-five letters in all", (), None))
     assert len(out.getvalue().splitlines()) == lines
+
+
+def test_no_garbage_is_collected_while_libraries_are_imported() -> None:
+    with Progress(console_of(terminal=False)).importing():
+        assert not gc.isenabled()
+        with importing():
+            assert not gc.isenabled()
+        assert not gc.isenabled(), "the outer one still imports"
+    assert gc.isenabled()

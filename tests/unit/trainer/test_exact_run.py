@@ -277,7 +277,7 @@ def test_auto_takes_no_mode_whose_padding_costs_more_than_the_pass(
 ) -> None:
     monkeypatch.setattr(
         "hybridflow.workers.rollout.choose_exact_mode",
-        lambda *arguments, **asked: ExactMode(32, 32, min_rows=192),
+        lambda *arguments, many_rows, **asked: ExactMode(32, 32, min_rows=192) if many_rows else "it differs",
     )
     with build(ppo_config(model, tmp_path / "run", *GRPO, f"{ROLLOUT}.exact={exact}")) as trainer:
         assert (actor_module(trainer).exact is not None) is taken

@@ -179,3 +179,32 @@ def test_the_process_reward_model_starts_as_the_actor_or_from_its_own_path(
             assert weights["hf.model.embed_tokens.weight"].shape[1] == width
             if path is None:
                 assert all(torch.equal(value, roles.actor.weights()[name]) for name, value in weights.items())
+
+
+def is_in_file(module: torch.nn.Module, file: Path) -> bool:
+    """Whether all weights of a module are pages of the file, which the processes of a machine share."""
+    maps = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    of_file = [each[0].split("-") for each in maps if each[-1] == str(file)]
+    places = [(int(start, 16), int(end, 16)) for start, end in of_file]
+    return all(
+        any(start <= weight.data_ptr() < end for start, end in places) for weight in module.parameters()
+    )
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not list its mappings")
+def test_actor_and_reference_share_what_is_read_and_one_is_probed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    probed = []
+    monkeypatch.setattr("hybridflow.models.files.build.probe_policy", probed.append)
+    model = tiny_model(tmp_path / "model")
+    keys = ("algorithm.adv_estimator=grpo", "actor_rollout_ref.actor.use_kl_loss=true")
+    with build(ppo_config(model, tmp_path / "run", *keys)) as trainer:
+        backend = trainer.step.roles.actor.backend
+        modules = [backend.worker(role).engine.module for role in ("actor", "reference")]  # type: ignore[attr-defined]
+        assert probed == modules[:1]
+        assert all(is_in_file(module, model / "model.safetensors") for module in modules)
+    other = tiny_model(tmp_path / "other")
+    own = f"actor_rollout_ref.ref.model.path={other}"
+    with build(ppo_config(model, tmp_path / "second", *keys, own)):
+        assert len(probed) == 3, "a reference of its own is another model"

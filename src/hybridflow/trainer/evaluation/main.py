@@ -99,7 +99,7 @@ def evaluate(config: PPOConfig, subject: Subject, *, responses: Path | None = No
     with progress.shown():
         try:
             with stop_token.listening():
-                with progress.phase("importing torch and transformers"):
+                with progress.importing():
                     from hybridflow.trainer.evaluation.build import answer_and_score
                 return answer_and_score(config, subject, responses)
         except Stopped as stopped:

@@ -20,7 +20,7 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.needs import longest_row
 from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.errors import ConfigError
-from hybridflow.models.exact_mode import MIN_ROWS, ExactMode
+from hybridflow.models.exact_mode import MANY_ROWS, ExactMode
 from hybridflow.trainer.ppo.columns import find_estimator
 from hybridflow.trainer.roles.roles import Roles
 from hybridflow.workers import ActorWorker, RolloutWorker
@@ -74,12 +74,12 @@ def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
     impossible = no_batch_invariance(config, roles)
     if config.trainer.schedule not in EXACT_SCHEDULES:  # these want the kernels for the timing's sake
         impossible = impossible or no_reuse
-    chosen = impossible or _choose(config, roles)
     by_choice = wanted == "auto" and config.trainer.schedule not in EXACT_SCHEDULES
-    if by_choice and isinstance(chosen, ExactMode) and chosen.min_rows > MIN_ROWS:
-        chosen = (
-            f"it holds here only where dense layers get at least {chosen.min_rows} rows, which costs more "
-            f"than the pass that it saves; {KEY}=true takes it, and one thread may do with fewer"
+    chosen = impossible or _choose(config, roles, many_rows=not by_choice)
+    if by_choice and impossible is None and isinstance(chosen, str):
+        chosen += (
+            f". {KEY}=true also tries {MANY_ROWS} rows in each dense layer, which cost more than the pass "
+            "that they save, and one thread may do with fewer"
         )
     if isinstance(chosen, str):
         if wanted is True:
@@ -168,11 +168,14 @@ def _no_reuse(config: PPOConfig) -> str | None:
     return None
 
 
-def _choose(config: PPOConfig, roles: Roles) -> ExactMode | str:
+def _choose(config: PPOConfig, roles: Roles, *, many_rows: bool) -> ExactMode | str:
     """Return the mode that all replicas can hold, each by its own self-check, or the reason one cannot."""
     temperature = config.actor_rollout_ref.rollout.temperature
     found = roles.rollout.call_list(
-        RolloutWorker.choose_exact, longest=longest_row(config)[0], temperature=temperature
+        RolloutWorker.choose_exact,
+        longest=longest_row(config)[0],
+        temperature=temperature,
+        many_rows=many_rows,
     )
     for rank, mode in enumerate(found):
         if isinstance(mode, str):

@@ -65,6 +65,8 @@ class RoleBuilders:
         self.config = facts.config
         self.process = process
         self.device = resolve_device(self.config.trainer.device)
+        self._probed: list[tuple[object, ...]] = []
+        """Kind, arguments and layout of each model that a role of this process has loaded and probed."""
 
     def actor(self, info: RankInfo) -> ActorWorker:
         """Build the policy in training."""
@@ -220,10 +222,15 @@ class RoleBuilders:
         lora = None
         if optim is not None:
             lora = LoraSettings.from_config(model, seed=trainer.seed)
+        arguments = model_arguments(model, self.device)
+        layout = sizes(self.config, role, self.process.place.world_size)
+        loaded = (kind, dict(arguments), fsdp.mixed_precision.param_dtype, layout)
+        if loaded in self._probed and not model.use_liger:  # of Liger's kernels a probe chooses some
+            arguments["probe"] = False
         with progress.phase(f"loading the model of the {role.replace('_', ' ')}"):
-            return build_engine(
+            engine = build_engine(
                 kind,
-                model_arguments(model, self.device),
+                arguments,
                 name=role,
                 optim=optim,
                 total_steps=updates,
@@ -231,8 +238,10 @@ class RoleBuilders:
                 max_nonfinite_steps=trainer.max_nonfinite_steps,
                 dump_dir=self.facts.nonfinite,
                 fsdp=fsdp,
-                layout=sizes(self.config, role, self.process.place.world_size),
+                layout=layout,
                 activation_offload=model.enable_activation_offload,
                 lora=lora,
                 freeze_vision_tower=model.freeze_vision_tower and optim is not None,
             )
+        self._probed.append(loaded)
+        return engine

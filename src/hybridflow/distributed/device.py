@@ -124,6 +124,7 @@ STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
 _SIDE = 512
 _NUMBERS = 4 * 2**20
+_OPERATIONS = 200
 
 
 class MeasuredCPU(NamedTuple):
@@ -135,6 +136,10 @@ class MeasuredCPU(NamedTuple):
     """Bytes a second read and written by a copy that no cache holds."""
     memory: float
     """Bytes of main memory."""
+    operation: float
+    """Seconds of a forward operation on a few numbers: what torch and Python take for it, and a third of what
+    they take for it and its gradient.
+    """
 
 
 def measured_cpu() -> MeasuredCPU:
@@ -150,8 +155,20 @@ def _measure_cpu(num_threads: int) -> MeasuredCPU:
     target = torch.empty_like(source)
     product = _best(lambda: torch.mm(left, left))
     copy = _best(lambda: target.copy_(source))
+    chain = _best(_small_operations)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return MeasuredCPU(2.0 * _SIDE**3 / product, 2.0 * source.nbytes / copy, float(memory))
+    return MeasuredCPU(
+        2.0 * _SIDE**3 / product, 2.0 * source.nbytes / copy, float(memory), chain / _OPERATIONS / 3
+    )
+
+
+@torch.enable_grad()
+def _small_operations() -> None:
+    """Compute operations on a few numbers one after the other, and their gradients."""
+    value = torch.ones(8, 16, requires_grad=True)
+    for _ in range(_OPERATIONS):
+        value = value * 1.01
+    value.sum().backward()
 
 
 def _best(work: Callable[[], object]) -> float:

@@ -27,7 +27,7 @@ from hybridflow.errors import DataError
 from hybridflow.observability.report.files import Lines
 from hybridflow.observability.trackers.jsonl import METRICS_FILE, read_metrics
 from hybridflow.planner.costs import Lengths, StepRows
-from hybridflow.trainer.ppo.run_plan import forecaster, plan_of
+from hybridflow.trainer.ppo.run_plan import Forecaster, forecaster, plan_of
 from hybridflow.trainer.replay.kept_rows import config_of
 
 ACTOR = "actor_rollout_ref.actor"
@@ -168,7 +168,7 @@ class RunTimes:
         return StepRows(count, self.usual("prompt_length/mean"), lengths, group)
 
     @cached_property
-    def predict(self) -> Callable[[PPOConfig, StepRows], Mapping[str, float]] | None:
+    def predict(self) -> Forecaster | None:
         return forecaster(self.config)
 
     @cached_property
@@ -194,12 +194,16 @@ class RunTimes:
         predict = self.predict
         if predict is None:
             return None
-        now = predict(self.config, self.rows).get(phase, 0.0)
-        then = predict(with_values(self.config, dict(changes)), self.rows).get(phase, 0.0)
-        if not now:
+        now = predict(self.config, self.rows).get(phase)
+        then = predict(with_values(self.config, dict(changes)), self.rows).get(phase)
+        if now is None or then is None or not now.of_tokens:
             return None
         seconds = self.by_model if phase == "gen" else self.of_phase(phase)
-        return max(0.0, seconds * (1 - then / now))
+        # what a pass takes besides its tokens is a figure of the machine; the rest of the time is theirs
+        passes = min(now.of_passes, seconds)
+        fewer = then.of_passes / now.of_passes if now.of_passes else 1.0
+        tokens = (seconds - passes) * then.of_tokens / now.of_tokens
+        return max(0.0, seconds - tokens - passes * fewer)
 
 
 def validations(run: RunTimes) -> Iterator[Wait]:
@@ -383,8 +387,8 @@ def dropped_groups(run: RunTimes) -> Iterator[Wait]:
     size = data.gen_batch_size or data.train_batch_size
     value = math.ceil(size * batches)
     each = StepRows(run.rows.count / batches, run.rows.prompt, run.rows.lengths, run.rows.group)
-    apart = batches * run.predict(run.config, each)["gen"]
-    together = run.predict(run.config, run.rows)["gen"]
+    apart = batches * run.predict(run.config, each)["gen"].of_tokens
+    together = run.predict(run.config, run.rows)["gen"].of_tokens
     seconds = run.by_model
     text = (
         f"a batch takes {batches:.0f} generation batches, each with its own longest response: one of "

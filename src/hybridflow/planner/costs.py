@@ -82,7 +82,7 @@ CPU_EFFICIENCY = Efficiency(
 `cpu_costs` adds the seconds of a layer, which are measured too.
 """
 LAYER_OPERATIONS = 120
-"""Small operations that take as long as a layer of a forward pass besides its tokens: measured with updates of
+"""Small operations that take as long as a layer of a forward pass besides its tokens: measured by updates of
 a model of two layers in micro-batches of 4 rows and of all, whose difference was 960 to 1,150 for a pass.
 """
 

@@ -162,13 +162,13 @@ class PhaseSeconds(NamedTuple):
 Forecaster = Callable[[PPOConfig, StepRows], Mapping[str, PhaseSeconds]]
 
 
-def forecaster(config: PPOConfig) -> Forecaster | None:
+def forecaster(config: PPOConfig, card: str = "") -> Forecaster | None:
     """Return a function that predicts the seconds of each phase of a step with such rows, for `config` with
     other keys and the same models and devices; None where `make_predictor` gives none, and where the devices
-    or the models are not on this machine.
+    or the models are not on this machine. `card` names the devices of a run that was made elsewhere.
     """
     try:
-        costs = costs_of(config, plan_of(config).devices)
+        costs = costs_of(config, plan_of(config).devices, card)
         shapes = shapes_if_known(config)
     except ConfigError as error:
         logger.info("no forecasts by the planner's model: %s", error)
@@ -185,12 +185,14 @@ def forecaster(config: PPOConfig) -> Forecaster | None:
     return forecast
 
 
-def costs_of(config: PPOConfig, devices: int) -> Costs | None:
-    """Return the costs on `devices` devices like those here; None where their figures are not known."""
-    device = resolve_device(config.trainer.device)
-    if device.type == "cpu":
-        return cpu_costs(devices, *measured_cpu())
-    card = (facilities(device.type).card_name() or "").replace(" ", "")
+def costs_of(config: PPOConfig, devices: int, card: str = "") -> Costs | None:
+    """Return the costs on `devices` cards of this name, or devices like those here; None for unknown ones."""
+    if not card:
+        device = resolve_device(config.trainer.device)
+        if device.type == "cpu":
+            return cpu_costs(devices, *measured_cpu())
+        card = facilities(device.type).card_name() or ""
+    card = card.replace(" ", "")
     # the longest name first: GB200 before B200
     names = [name for name in sorted(HARDWARE, key=len, reverse=True) if name in card]
     return Costs(Cluster(HARDWARE[names[0]], devices), FITTED) if names else None

@@ -8,6 +8,7 @@ Seconds are those of a mean step after the first, which also builds caches and k
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from typing import Any
 from hybridflow.config import PPOConfig
 from hybridflow.config.tree import with_values
 from hybridflow.errors import DataError
+from hybridflow.observability.machine import MACHINE_FILE
 from hybridflow.observability.report.files import Lines
 from hybridflow.observability.trackers.jsonl import METRICS_FILE, read_metrics
 from hybridflow.planner.costs import Lengths, StepRows
@@ -55,6 +57,13 @@ def _trajectories(spans: Any) -> dict[str, dict[str, float]]:
     return lanes
 
 
+def _card(file: Path) -> str:
+    """Return the name of the accelerators in the facts of a run's machine; empty where it has none."""
+    with suppress(OSError, ValueError, AttributeError):
+        return str(json.loads(file.read_text(encoding="utf-8")).get("card", ""))
+    return ""
+
+
 @dataclass(frozen=True)
 class RunTimes:
     """The times and counts of a run, as its folder has them."""
@@ -66,6 +75,8 @@ class RunTimes:
     """Tokens of each response of some of these steps."""
     trajectories: Sequence[Mapping[str, float]]
     """Seconds of each recorded trajectory by what it waited for: generate, tool, environment, …"""
+    card: str = ""
+    """Name of the run's accelerators; empty for a run on a CPU, or before its folder named them."""
 
     @classmethod
     def read(cls, run: Path) -> RunTimes:
@@ -92,7 +103,7 @@ class RunTimes:
             for _, line in _lines(run / "timeline.jsonl", counted)
             for lane in _trajectories(line.get("spans")).values()
         ]
-        return cls(config, steps, lengths, waits)
+        return cls(config, steps, lengths, waits, _card(run / MACHINE_FILE))
 
     @property
     def seconds(self) -> float:
@@ -132,7 +143,7 @@ class RunTimes:
 
     @cached_property
     def predict(self) -> Forecaster | None:
-        return forecaster(self.config)
+        return forecaster(self.config, self.card)
 
     @cached_property
     def by_model(self) -> float:

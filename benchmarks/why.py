@@ -16,16 +16,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
-import sys
 import tempfile
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import side_by_side as kit
 
-HERE = Path(__file__).resolve().parents[1]
 CLOSE = 0.3
 """Part of what a change gave by which its forecast may be wrong."""
 LOOK = 3
@@ -46,12 +45,8 @@ class Slow(Guess):
         time.sleep(0.02)
         return super().reset(row)
 """
-TRAIN = """
-import time
-time.perf_counter = {clock}  # before the timer of a run takes it
-from hybridflow.cli.main import main
-raise SystemExit(main())
-"""
+CLOCKS = {False: "process_time", True: "perf_counter"}
+"""The clock of a run, by whether it waits."""
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
 TINY_BATCH = ("data.train_batch_size=2", f"{ACTOR}.ppo_mini_batch_size=2")
@@ -99,31 +94,42 @@ PLANTS = {
 }
 
 
-def begin(model: Path, plant: Plant, folder: Path, keys: list[str], steps: int) -> subprocess.Popen[str]:
-    """Start some steps of a recipe in a process of its own."""
-    words = [
+def serve(clock: str) -> None:
+    """In a side: import the library once, and train at the same time what each question asks for."""
+    time.perf_counter = getattr(time, clock)  # before the timer of a run takes it
+    import transformers  # noqa: F401
+
+    import hybridflow.trainer.ppo.build  # noqa: F401
+    from hybridflow.cli.main import main
+
+    kit.say({})
+    while True:
+        runs = []
+        for words in kit.next_question():
+            runs.append(os.fork())
+            if not runs[-1]:
+                os.dup2(2, 1)
+                os._exit(main(["train", *words]))
+        kit.say({"exits": [os.waitpid(run, 0)[1] for run in runs]})
+
+
+def words_of(model: Path, plant: Plant, folder: Path, keys: Sequence[str], steps: int) -> list[str]:
+    """Return the overrides of some steps of a recipe."""
+    return [
         *("--recipe", plant.recipe, f"actor_rollout_ref.model.path={model}"),
         *(f"trainer.default_local_dir={folder}", f"trainer.total_training_steps={steps}"),
         *("trainer.save_freq=-1", "trainer.test_freq=-1", "trainer.val_before_train=false"),
         *("trainer.logger=[jsonl]", *keys),
     ]
-    environment = kit.environment(1) | {"PYTHONPATH": str(HERE / "src")}
-    clock = "time.perf_counter" if plant.waits else "time.process_time"
-    command = [sys.executable, "-c", TRAIN.format(clock=clock), "train", *words]
-    return subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
-    )
 
 
-def finish(running: list[subprocess.Popen[str]]) -> None:
-    """Wait for runs. SystemExit where one has failed."""
-    told = [each.communicate()[1] for each in running]  # all of them first, so that none is left behind
-    for each, text in zip(running, told, strict=True):
-        if each.returncode:
-            raise SystemExit(text[-2000:])
+def train(side: kit.Side, runs: list[list[str]]) -> None:
+    """Train at the same time. SystemExit where a run has failed."""
+    if any(side.ask(runs)["exits"]):
+        raise SystemExit("a run has failed, and said why above")
 
 
-def measure(model: Path, name: str, folder: Path) -> dict[str, Any]:
+def measure(model: Path, name: str, folder: Path, side: kit.Side) -> dict[str, Any]:
     """Plant a cause, ask why, try what is advised, and return what was found."""
     from hybridflow.trainer.why import RunTimes, waits_of
 
@@ -131,16 +137,12 @@ def measure(model: Path, name: str, folder: Path) -> dict[str, Any]:
     (folder / "slow.py").write_text(SLOW_SCORE)
     (folder / "game.py").write_text(SLOW_GAME)
     keys = [key.replace("FOLDER", str(folder)) for key in plant.keys]
-    finish([begin(model, plant, folder / "look", keys, LOOK)])
+    train(side, [words_of(model, plant, folder / "look", keys, LOOK)])
     tried = waits_of(RunTimes.read(folder / "look"))[0].overrides
     changed = {override.partition("=")[0] for override in tried}
     kept = [key for key in keys if key.partition("=")[0] not in changed]
-    finish(
-        [
-            begin(model, plant, folder / "slow", keys, plant.steps),
-            begin(model, plant, folder / "tried", [*kept, *tried], plant.steps),
-        ]
-    )
+    slow_words = words_of(model, plant, folder / "slow", keys, plant.steps)
+    train(side, [slow_words, words_of(model, plant, folder / "tried", [*kept, *tried], plant.steps)])
     slow = RunTimes.read(folder / "slow")
     first = waits_of(slow)[0]
     after = RunTimes.read(folder / "tried").seconds
@@ -161,18 +163,24 @@ def measure(model: Path, name: str, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("model", type=Path)
+    parser.add_argument("model", type=Path, nargs="?")
+    parser.add_argument("--clock", help=argparse.SUPPRESS)
     parser.add_argument("--only", nargs="+", default=list(PLANTS), choices=list(PLANTS))
     options = parser.parse_args()
+    if options.clock:
+        serve(options.clock)
     import torch
 
     torch.set_num_threads(1)  # as the runs, whose machine is measured here
     before = os.getloadavg()[0]
+    commands = {clock: kit.own_command(__file__, "--clock", clock) for clock in CLOCKS.values()}
     found = []
-    for name in options.only:
-        with tempfile.TemporaryDirectory() as folder:
-            found.append(measure(options.model, name, Path(folder)))
-        print(json.dumps(found[-1]), flush=True)
+    with kit.open_sides(commands, 1) as sides:
+        for name in options.only:
+            with tempfile.TemporaryDirectory() as folder:
+                side = sides[CLOCKS[PLANTS[name].waits]]
+                found.append(measure(options.model, name, Path(folder), side))
+            print(json.dumps(found[-1]), flush=True)
     if options.only == list(PLANTS):
         write(found, before)
 

@@ -143,8 +143,8 @@ WAIT = {
         ({"waits": "of another program"}, ""),
         (
             {"seconds": 4.0, "steps": 3, "waits": [WAIT]},
-            f"{HEAD}|few rows| 3 s of a step, forecast to save 2 s, 50 % of a step|an engine has <b> to generate"
-            "|try: |rollout.max_num_seqs=64|x.y=1",
+            f"{HEAD}|few rows| 3 s of a step, forecast to save 2 s, 50 % of a step|an engine has <b> to "
+            "generate|try: |rollout.max_num_seqs=64|x.y=1",
         ),
         (
             {"seconds": 4.0, "steps": 3, "waits": [{**WAIT, "saved": None}]},

@@ -131,7 +131,8 @@ def train(side: kit.Side, runs: list[list[str]]) -> None:
 
 def measure(model: Path, name: str, folder: Path, side: kit.Side) -> dict[str, Any]:
     """Plant a cause, ask why, try what is advised, and return what was found."""
-    from hybridflow.trainer.why import RunTimes, waits_of
+    from hybridflow.trainer.why.rules import waits_of
+    from hybridflow.trainer.why.run_times import RunTimes
 
     plant = PLANTS[name]
     (folder / "slow.py").write_text(SLOW_SCORE)

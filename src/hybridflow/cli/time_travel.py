@@ -200,7 +200,9 @@ def add_why(words: Any) -> None:
 
 def why_command(options: argparse.Namespace) -> int:
     """Print the waits of a run, or the forecasts that were tried beside their results."""
-    from hybridflow.trainer.why import RunTimes, as_data, found_in, held, waits_of
+    from hybridflow.trainer.why.findings import as_data, found_in, held
+    from hybridflow.trainer.why.rules import waits_of
+    from hybridflow.trainer.why.run_times import RunTimes
 
     run = RunTimes.read(Path(options.run))
     if options.tried:

@@ -69,22 +69,14 @@ class Efficiency:
 
 
 CPU_EFFICIENCY = Efficiency(
-    mfu=1.0,
-    sparse_mfu=0.5,
-    decode_bandwidth=0.3,
-    decode_layer=1.5e-3,
-    update=0.0,
-    pass_layer=0.0,
-    outside=1.0,
-    links=1.0,
+    mfu=1.0, sparse_mfu=0.5, decode_bandwidth=0.3, decode_layer=1.5e-3, update=0.0, outside=1.0, links=1.0
 )
 """A guess for a process on a CPU, whose peak is itself measured; the first step of a run corrects it.
 `cpu_costs` adds the seconds of a layer, which are measured too.
 """
 LAYER_OPERATIONS = 135
-"""Small operations that take as long as a layer of a forward pass besides its tokens: the time of passes over
-one token by that of `MeasuredCPU.operation`. In an update of a model of two layers a pass, forward and backward
-and with what is outside of the layers, took 1,150 to 1,210 of them.
+"""Small operations that take as long as a layer of a forward pass besides its tokens. An update of a model of
+two layers took 1,150 to 1,210 of them for a pass with its backward, and with what is outside of the layers.
 """
 
 

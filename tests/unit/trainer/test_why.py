@@ -21,7 +21,10 @@ from hybridflow.planner.costs import StepRows
 from hybridflow.planner.model_shape import shape_of
 from hybridflow.trainer.ppo import run_plan
 from hybridflow.trainer.ppo.run_plan import Forecaster, PhaseSeconds
-from hybridflow.trainer.why import RULES, RunTimes, Wait, found_in, held, run_times, waits_of, waits_written
+from hybridflow.trainer.why import run_times
+from hybridflow.trainer.why.findings import found_in, held, waits_written
+from hybridflow.trainer.why.rules import RULES, Wait, waits_of
+from hybridflow.trainer.why.run_times import RunTimes
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"

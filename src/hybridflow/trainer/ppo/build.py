@@ -64,7 +64,7 @@ from hybridflow.trainer.source import Resumable
 from hybridflow.trainer.state import RunState, SavedEngine
 from hybridflow.trainer.stopping import expiry_of
 from hybridflow.trainer.trainer import Trainer
-from hybridflow.trainer.why import waits_written
+from hybridflow.trainer.why.findings import waits_written
 from hybridflow.workers.losses import find_policy_loss
 
 

@@ -69,10 +69,8 @@ def held(before: RunTimes, after: RunTimes) -> tuple[list[TriedWait], list[str]]
     """
     was = dict(flatten(to_tree(before.config)))
     now = dict(flatten(to_tree(after.config)))
-    changed = {name for name in {*was, *now} if was.get(name) != now.get(name)}
-    changed = {
-        name for name in changed if not name.startswith(("trainer.default_local_dir", "trainer.logger"))
-    }
+    own = ("trainer.default_local_dir", "trainer.logger")
+    changed = {name for name in {*was, *now} if was.get(name) != now.get(name) and not name.startswith(own)}
     tried = [
         wait
         for wait in waits_of(before)

@@ -124,14 +124,8 @@ def tools(run: RunTimes) -> Iterator[Wait]:
         f"the rest trajectories wait for tools and environments, whose code {workers} processes run"
     )
     wanted = 4 * max(workers, 1)
-    yield Wait(
-        "tools",
-        seconds,
-        text,
-        f"{ROLLOUT}.agent.num_workers",
-        wanted,
-        seconds * (1 - max(workers, 1) / wanted),
-    )
+    saved = seconds * (1 - max(workers, 1) / wanted)
+    yield Wait("tools", seconds, text, f"{ROLLOUT}.agent.num_workers", wanted, saved)
 
 
 def few_rows(run: RunTimes) -> Iterator[Wait]:

@@ -117,16 +117,14 @@ def plan_run(options: argparse.Namespace) -> int:
 
 def _costs(devices: str) -> Costs:
     """Return the cost model of these devices; a CPU is measured. Raises ConfigError for unknown ones."""
-    from hybridflow.planner.costs import CPU_EFFICIENCY, FITTED, Costs
-    from hybridflow.planner.hardware import CPU, Cluster, cpu_hardware, read_devices
+    from hybridflow.planner.costs import FITTED, Costs, cpu_costs
+    from hybridflow.planner.hardware import CPU, read_devices
 
     if devices.strip().upper() != f"1X{CPU}":
         return Costs(read_devices(devices), FITTED)
     from hybridflow.distributed.device import measured_cpu
 
-    found = measured_cpu()
-    hardware = cpu_hardware(found.peak, found.bandwidth, found.memory)
-    return Costs(Cluster(hardware, 1), CPU_EFFICIENCY, itemsize=4)
+    return cpu_costs(1, *measured_cpu())
 
 
 def _why_none(search: PlacementSearch, options: argparse.Namespace) -> str:

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from hybridflow.trainer.replay.diff import Difference, RunDiff
     from hybridflow.trainer.replay.replay import Replay
     from hybridflow.trainer.replay.reverify import Judged
-    from hybridflow.trainer.why import Wait
 
 CANNOT = 2
 """Exit status where a comparison cannot be made; 0 says equal and 1 different."""
@@ -201,14 +200,16 @@ def add_why(words: Any) -> None:
 
 def why_command(options: argparse.Namespace) -> int:
     """Print the waits of a run, or the forecasts that were tried beside their results."""
-    from hybridflow.trainer.why import RunTimes, held, waits_of
+    from hybridflow.trainer.why.findings import as_data, found_in, held
+    from hybridflow.trainer.why.rules import waits_of
+    from hybridflow.trainer.why.run_times import RunTimes
 
     run = RunTimes.read(Path(options.run))
     if options.tried:
         tried = RunTimes.read(Path(options.tried))
         found, others = held(run, tried)
         if options.json:
-            forecasts = [{**_plain(each.wait), "became": each.became} for each in found]
+            forecasts = [{**as_data(each.wait), "became": each.became} for each in found]
             print(json.dumps({"seconds": [run.seconds, tried.seconds], "tried": forecasts, "others": others}))
             return 0
         print(f"a mean step took {run.seconds:.3g} s, and takes {tried.seconds:.3g} s")
@@ -220,10 +221,10 @@ def why_command(options: argparse.Namespace) -> int:
         if others:
             print(f"also different, so that the seconds may be theirs: {', '.join(others)}")
         return 0
-    waits = waits_of(run)
     if options.json:
-        print(json.dumps({"seconds": run.seconds, "waits": [_plain(wait) for wait in waits]}))
+        print(json.dumps(found_in(run)))
         return 0
+    waits = waits_of(run)
     print(f"a mean step takes {run.seconds:.3g} s (of {len(run.steps)} steps after the first)")
     for number, wait in enumerate(waits[:MOST], 1):
         gain = ""
@@ -235,7 +236,3 @@ def why_command(options: argparse.Namespace) -> int:
     if not waits:
         print("nothing stands out: no wait is worth a key")
     return 0
-
-
-def _plain(wait: Wait) -> dict[str, Any]:
-    return {**asdict(wait), "overrides": wait.overrides}

@@ -124,6 +124,7 @@ STATUS = Path("/proc/self/status")
 CLEAR = Path("/proc/self/clear_refs")
 _SIDE = 512
 _NUMBERS = 4 * 2**20
+_OPERATIONS = 200
 
 
 class MeasuredCPU(NamedTuple):
@@ -135,6 +136,10 @@ class MeasuredCPU(NamedTuple):
     """Bytes a second read and written by a copy that no cache holds."""
     memory: float
     """Bytes of main memory."""
+    operation: float
+    """Seconds of a forward operation on a few numbers: what torch and Python take for it, and a third of what
+    they take for it and its gradient.
+    """
 
 
 def measured_cpu() -> MeasuredCPU:
@@ -150,18 +155,33 @@ def _measure_cpu(num_threads: int) -> MeasuredCPU:
     target = torch.empty_like(source)
     product = _best(lambda: torch.mm(left, left))
     copy = _best(lambda: target.copy_(source))
+    # one thread computes them, and that it waits for a core is no part of their price
+    chain = _best(_small_operations, num_tries=20, clock=time.thread_time)
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return MeasuredCPU(2.0 * _SIDE**3 / product, 2.0 * source.nbytes / copy, float(memory))
+    return MeasuredCPU(
+        2.0 * _SIDE**3 / product, 2.0 * source.nbytes / copy, float(memory), chain / _OPERATIONS / 3
+    )
 
 
-def _best(work: Callable[[], object]) -> float:
+@torch.enable_grad()
+def _small_operations() -> None:
+    """Compute operations on a few numbers one after the other, and their gradients."""
+    value = torch.ones(8, 16, requires_grad=True)
+    for _ in range(_OPERATIONS):
+        value = value * 1.01
+    value.sum().backward()
+
+
+def _best(
+    work: Callable[[], object], num_tries: int = 5, clock: Callable[[], float] = time.perf_counter
+) -> float:
     """Return the fewest seconds of some tries, which other processes disturb least."""
     work()
     tries = []
-    for _ in range(5):
-        began = time.perf_counter()
+    for _ in range(num_tries):
+        began = clock()
         work()
-        tries.append(time.perf_counter() - began)
+        tries.append(clock() - began)
     return max(min(tries), 1e-9)
 
 

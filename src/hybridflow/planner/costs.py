@@ -18,12 +18,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from statistics import NormalDist
 from typing import NamedTuple
 
-from hybridflow.planner.hardware import Cluster
+from hybridflow.planner.hardware import Cluster, cpu_hardware
 from hybridflow.planner.memory import RoleEngine
 from hybridflow.planner.model_shape import ModelShape
 
@@ -59,6 +59,8 @@ class Efficiency:
     """Seconds of an optimizer step that do not depend on its rows."""
     pass_layer: float = 2e-4
     """Seconds of a layer in a forward pass of a micro-batch that do not depend on its tokens."""
+    outside: float = 0.0
+    """What a micro-batch takes besides its layers and tokens, in layers: packing, embedding, head, loss."""
     links: float = 0.7
     """Part of the links' rate that collectives reach."""
 
@@ -67,9 +69,15 @@ class Efficiency:
 
 
 CPU_EFFICIENCY = Efficiency(
-    mfu=1.0, sparse_mfu=0.5, decode_bandwidth=0.3, decode_layer=1.5e-3, update=0.0, pass_layer=4e-3, links=1.0
+    mfu=1.0, sparse_mfu=0.5, decode_bandwidth=0.3, decode_layer=1.5e-3, update=0.0, outside=1.0, links=1.0
 )
-"""A guess for a process on a CPU, whose peak is itself measured; the first step of a run corrects it."""
+"""A guess for a process on a CPU, whose peak is itself measured; the first step of a run corrects it.
+`cpu_costs` adds the seconds of a layer, which are measured too.
+"""
+LAYER_OPERATIONS = 135
+"""Small operations that take as long as a layer of a forward pass besides its tokens. An update of a model of
+two layers took 1,150 to 1,210 of them for a pass with its backward, and with what is outside of the layers.
+"""
 
 
 @dataclass(frozen=True)
@@ -103,6 +111,11 @@ class Costs:
     efficiency: Efficiency = Efficiency()
     itemsize: int = 2
     """Bytes of a number in computation."""
+
+    @property
+    def of_tokens_alone(self) -> Costs:
+        """The costs of a machine on which a pass takes nothing besides its tokens and weights."""
+        return replace(self, efficiency=replace(self.efficiency, pass_layer=0.0))
 
     def computing(self, shape: ModelShape, tokens: float, square: float) -> float:
         """Return the seconds in which one device computes a forward pass over rows with these sums of
@@ -242,7 +255,8 @@ class Costs:
             talking += layers * forwards * sent / (self.cluster.rate(layout.ep) * links)
             talking += micros * layers * forwards * 2 * self.cluster.latency(layout.ep)
 
-        fixed = micros * layers * forwards * self.efficiency.pass_layer + talking
+        in_layers = layers + self.efficiency.outside
+        fixed = micros * in_layers * forwards * self.efficiency.pass_layer + talking
         bubble = (micros + layout.pp - 1) / micros
         slowest = max if hardware.overlaps else sum
         seconds = (slowest((computing, reading, sharing)) + fixed) * bubble
@@ -272,6 +286,13 @@ class Costs:
     def checkpoint(self, shape: ModelShape) -> float:
         """Return the seconds in which all nodes write a checkpoint of a model in training."""
         return shape.parameters * STATE_BYTES / (DISK * len(self.cluster.nodes))
+
+
+def cpu_costs(devices: int, peak: float, bandwidth: float, memory: float, operation: float) -> Costs:
+    """Return the costs on processes of a CPU with these figures, as `distributed/device.py` measures them."""
+    hardware = cpu_hardware(peak, bandwidth, memory)
+    efficiency = replace(CPU_EFFICIENCY, pass_layer=LAYER_OPERATIONS * operation)
+    return Costs(Cluster(hardware, devices), efficiency, itemsize=4)
 
 
 FITTED = Efficiency(mfu=0.458, sparse_mfu=0.0528, decode_bandwidth=0.92, decode_layer=1.15e-4, update=3.26)

@@ -23,7 +23,7 @@ from hybridflow.config.tree import to_tree
 from hybridflow.controller.build import Start, hosting
 from hybridflow.data.loader import StatefulLoader
 from hybridflow.data.tokenizer import Tokenizer, save_tokenizer
-from hybridflow.distributed.device import set_threads
+from hybridflow.distributed.device import resolve_device, set_threads
 from hybridflow.errors import Stopped
 from hybridflow.observability.progress import progress
 from hybridflow.observability.run_log import RunLog
@@ -67,7 +67,7 @@ class PreparedRun:
         with self.folder.failure_kept(lambda: state.step):
             say_changes(state.step, self.folder.write_config(to_yaml(self.config)))
             self.log.begin(self.folder.path, goes_on=state.step > 0)
-            self.folder.write_machine()
+            self.folder.write_machine(resolve_device(self.config.trainer.device).type)
             with self._tracked(state, store, source) as trackers:
                 yield trackers
 

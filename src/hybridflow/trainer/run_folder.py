@@ -15,7 +15,7 @@ from hybridflow.checkpoint.durable import locked
 from hybridflow.config.paths import unwritable
 from hybridflow.config.tree import flatten
 from hybridflow.errors import ConfigError, HybridFlowError
-from hybridflow.observability.machine import machine_facts
+from hybridflow.observability.machine import MACHINE_FILE, machine_facts
 from hybridflow.observability.report import write_report
 from hybridflow.observability.report.files import read_yaml
 
@@ -104,9 +104,12 @@ class RunFolder:
             if key in before and before[key] != value
         ]
 
-    def write_machine(self) -> None:
-        """Write the processor, threads and versions of this process, which the results depend on."""
-        (self.path / "machine.json").write_text(json.dumps(machine_facts(), indent=2) + "\n")
+    def write_machine(self, device: str) -> None:
+        """Write the processor, cards, threads and versions of this process, which the results depend on.
+
+        `device` is the kind of device of the run.
+        """
+        (self.path / MACHINE_FILE).write_text(json.dumps(machine_facts(device), indent=2) + "\n")
 
     @contextmanager
     def failure_kept(self, steps_done: Callable[[], int]) -> Iterator[None]:

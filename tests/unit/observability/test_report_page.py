@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hybridflow.observability.report import collect, page
+from hybridflow.observability.report.follow import WAITS_FILE
 from hybridflow.observability.samples import SampleWriter
 from hybridflow.observability.trackers import build_trackers
 
@@ -119,6 +120,58 @@ def test_tiles_and_cards_say_what_there_is_and_no_more(tmp_path: Path) -> None:
     assert "rewards" in rewards and "score" not in rewards, "two curves with the same values are one"
     assert not [card for card in cards if card.startswith("Clipped")], "a curve of zeros takes no place"
     assert [card for card in cards if card.startswith("Truncated")]
+
+
+HEAD = "A mean step takes 4 s (of 3 steps after the first)."
+WAIT = {
+    "cause": "few_rows",
+    "seconds": 3.0,
+    "text": "an engine has <b> to generate",
+    "key": "rollout.max_num_seqs",
+    "value": 64,
+    "saved": 2.0,
+    "also": ["x.y=1"],
+    "overrides": ["rollout.max_num_seqs=64", "x.y=1"],
+}
+
+
+@needs_node
+@pytest.mark.parametrize(
+    ("waits", "told"),
+    [
+        (None, ""),
+        ({"waits": "of another program"}, ""),
+        (
+            {"seconds": 4.0, "steps": 3, "waits": [WAIT]},
+            f"{HEAD}|few rows| 3 s of a step, forecast to save 2 s, 50 % of a step|an engine has <b> to "
+            "generate|try: |rollout.max_num_seqs=64|x.y=1",
+        ),
+        (
+            {"seconds": 4.0, "steps": 3, "waits": [{**WAIT, "saved": None}]},
+            f"{HEAD}|few rows| 3 s of a step, no forecast|an engine has <b> to generate|key: "
+            "|rollout.max_num_seqs",
+        ),
+        (
+            {"seconds": 4.0, "steps": 3, "waits": []},
+            f"{HEAD} Nothing stands out: no wait is worth a key.",
+        ),
+    ],
+)
+def test_the_page_shows_where_the_time_goes_as_the_run_has_written_it(
+    waits: Any, told: str, tmp_path: Path
+) -> None:
+    if waits is not None:
+        (tmp_path / WAITS_FILE).write_text(json.dumps(waits))
+    parts = '[byId["waits-head"], byId["waits"]].map((one) => one.textContent).filter(Boolean).join("|")'
+    result = f'byId["waits-section"].hidden ? "" : {parts}'
+    assert shown(tmp_path, result=result)["result"] == told
+
+
+@needs_node
+def test_the_cards_of_a_machine_stand_before_its_processor(tmp_path: Path) -> None:
+    facts = {"card": "H100", "cards": 8, "cpu": "a processor", "threads": 1, "torch": "2"}
+    (tmp_path / "machine.json").write_text(json.dumps(facts))
+    assert shown(tmp_path)["subtitle"] == "8 × H100, a processor, 1 thread, torch 2"
 
 
 @needs_node

@@ -8,7 +8,7 @@ import pytest
 
 from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.distributed.layout import ParallelLayout
-from hybridflow.planner.costs import Costs, Efficiency, Lengths, StepRows
+from hybridflow.planner.costs import LAYER_OPERATIONS, Costs, Efficiency, Lengths, StepRows, cpu_costs
 from hybridflow.planner.hardware import HARDWARE, Cluster, read_devices
 from hybridflow.planner.memory import RoleEngine
 from hybridflow.planner.model_shape import shape_of
@@ -139,3 +139,13 @@ def test_lengths_that_were_seen_are_taken_as_they_are() -> None:
 def test_devices_are_read() -> None:
     cluster = read_devices("20xh100")
     assert cluster.nodes == [8, 8, 4] and cluster.hardware is H100
+
+
+def test_a_pass_on_a_cpu_takes_its_operations_whatever_its_tokens() -> None:
+    rows = StepRows(64, 100, Lengths(400, 400))
+    found = cpu_costs(1, peak=1e11, bandwidth=1e10, memory=2**34, operation=4e-6)
+    layers = len(QWEN.layers) + found.efficiency.outside
+    micros = math.ceil(rows.tokens / 1024)
+    whole = found.passes(QWEN, rows, engine(1024, recomputes=False), learns=True)
+    of_tokens = found.of_tokens_alone.passes(QWEN, rows, engine(1024, recomputes=False), learns=True)
+    assert whole - of_tokens == pytest.approx(3 * micros * layers * LAYER_OPERATIONS * 4e-6)

@@ -88,6 +88,7 @@ def test_what_updates_use_of_an_accelerator() -> None:
 def test_the_cpu_is_measured() -> None:
     cpu = measured_cpu()
     assert 1e8 < cpu.peak < 1e15 and 1e8 < cpu.bandwidth < 1e13 and cpu.memory > 2**28
+    assert 1e-8 < cpu.operation < 1e-2
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="the peak is reset by Linux")

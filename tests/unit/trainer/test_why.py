@@ -5,7 +5,7 @@ forecast is what the planner's model or the counts say.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +18,13 @@ from hybridflow.config.show import to_yaml
 from hybridflow.config.tree import with_values
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.planner.costs import StepRows
-from hybridflow.trainer import why
+from hybridflow.planner.model_shape import shape_of
 from hybridflow.trainer.ppo import run_plan
-from hybridflow.trainer.why import RunTimes, Wait, held, waits_of
+from hybridflow.trainer.ppo.run_plan import Forecaster, PhaseSeconds
+from hybridflow.trainer.why import run_times
+from hybridflow.trainer.why.findings import found_in, held, waits_written
+from hybridflow.trainer.why.rules import RULES, Wait, waits_of
+from hybridflow.trainer.why.run_times import RunTimes
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -47,6 +51,10 @@ STEP: Mapping[str, float] = {
 }
 
 
+PASS = 1 / 32
+"""Seconds of a pass besides its tokens."""
+
+
 def run_with(
     keys: Mapping[str, Any] | None = None,
     trajectories: list[Mapping[str, float]] | None = None,
@@ -60,24 +68,26 @@ def run_with(
 
 @pytest.fixture(autouse=True)
 def predicted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A planner that knows five figures: so much time do these keys take."""
+    """A planner that knows five figures: so much time do these keys take. That of tokens is wrong."""
 
-    def predict(config: PPOConfig, rows: StepRows) -> dict[str, float]:
+    def predict(config: PPOConfig, rows: StepRows) -> dict[str, PhaseSeconds]:
         actor = config.actor_rollout_ref.actor
         rollout = config.actor_rollout_ref.rollout
         waves = max(1.0, rows.count / rollout.max_num_seqs)
+        lasts = rows.lengths.quantile(1) if config.trainer.schedule == "sync" else rows.lengths.mean
+        again = 1.25 if config.actor_rollout_ref.model.enable_gradient_checkpointing else 1.0
+        passes = rows.count / (actor.ppo_micro_batch_size_per_gpu or rows.count)
+        scoring = rows.count / (rollout.log_prob_micro_batch_size_per_gpu or rows.count)
         return {
-            "gen": waves
-            * (rows.lengths.quantile(1) if config.trainer.schedule == "sync" else rows.lengths.mean),
-            "update_actor": (4.0 if actor.ppo_micro_batch_size_per_gpu else 1.0)
-            * (1.25 if config.actor_rollout_ref.model.enable_gradient_checkpointing else 1.0),
-            "old_log_prob": 3.0 if rollout.log_prob_micro_batch_size_per_gpu else 1.0,
+            "gen": PhaseSeconds(waves * lasts),
+            "update_actor": PhaseSeconds(7.0 * again, PASS * passes * again),
+            "old_log_prob": PhaseSeconds(7.0, PASS * scoring),
         }
 
-    def forecaster(config: PPOConfig) -> Callable[[PPOConfig, StepRows], dict[str, float]]:
+    def forecaster(config: PPOConfig, card: str = "") -> Forecaster:
         return predict
 
-    monkeypatch.setattr(why, "forecaster", forecaster)
+    monkeypatch.setattr(run_times, "forecaster", forecaster)
 
 
 def test_a_run_whose_parts_are_as_they_must_be_has_nothing_to_change() -> None:
@@ -117,13 +127,13 @@ CASES = [
     ("few_rows", {f"{ROLLOUT}.max_num_seqs": 16}, {"rollout__max_rows": 16.0}, [], 3.0),
     ("preemptions", {}, {"rollout__preemptions": 32.0}, [], 1.0),
     ("tail", {}, {"response_length__max": 80.0}, [], 3.0),
-    ("micro_batches", {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 1}, {}, [], 3.0),
+    ("micro_batches", {f"{ACTOR}.ppo_micro_batch_size_per_gpu": 1}, {}, [], 63 * PASS),
     (
         "log_prob_batches",
         {f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": 1, "algorithm.rollout_correction.bypass_mode": True},
         {"timing_s__old_log_prob": 3.0, "timing_s__step": 11.0},
         [],
-        2.0,
+        63 * PASS,
     ),
     ("recomputation", {"actor_rollout_ref.model.enable_gradient_checkpointing": True}, {}, [], 0.8),
     ("log_probs_again", {}, {"timing_s__old_log_prob": 1.0, "timing_s__step": 9.0}, [], 1.0),
@@ -159,7 +169,7 @@ def test_each_cause_is_first_where_it_is_the_one(
 
 
 def test_every_rule_has_a_case() -> None:
-    rules = {rule.__name__ for rule in why.RULES}
+    rules = {rule.__name__ for rule in RULES}
     assert {case[0] for case in CASES} == rules | {"log_prob_batches"}
 
 
@@ -179,7 +189,7 @@ def test_one_slow_score_is_not_mended_by_more_processes() -> None:
 def test_without_the_planners_figures_the_counted_waits_are_told_still(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(why, "forecaster", lambda config: None)
+    monkeypatch.setattr(run_times, "forecaster", lambda config, card: None)
     keys = {f"{ROLLOUT}.max_num_seqs": 16}
     found = waits_of(run_with(keys, rollout__max_rows=16.0, timing_s__old_log_prob=1.0, timing_s__step=9.0))
     assert [(wait.cause, wait.saved) for wait in found] == [
@@ -195,7 +205,7 @@ def test_a_forecast_that_was_tried_stands_beside_what_it_became() -> None:
     after = run_with({key: None, "trainer.seed": 5}, timing_s__update_actor=1.5, timing_s__step=5.5)
     found, others = held(before, after)
     assert [(each.wait.cause, each.wait.saved, each.became) for each in found] == [
-        ("micro_batches", 3.0, 2.5)
+        ("micro_batches", pytest.approx(63 * PASS), 2.5)
     ]
     assert others == ["trainer.seed"]
 
@@ -255,7 +265,7 @@ def test_the_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_run_whose_device_or_model_is_elsewhere_is_read_without_forecasts(
     folder: Path, monkeypatch: pytest.MonkeyPatch, key: str
 ) -> None:
-    monkeypatch.setattr(why, "forecaster", run_plan.forecaster)
+    monkeypatch.setattr(run_times, "forecaster", run_plan.forecaster)
     monkeypatch.setattr("hybridflow.distributed.device._available", lambda name: False)
     value = {"trainer.device": "cuda", "actor_rollout_ref.model.path": "/no/model"}[key]
     config = with_values(RunTimes.read(folder).config, {key: value})
@@ -296,3 +306,35 @@ def test_what_is_advised_for_the_tail_is_no_refused_configuration() -> None:
     corrected = run_with({"algorithm.rollout_correction.bypass_mode": True}, response_length__max=80.0)
     (wait,) = [each for each in waits_of(corrected) if each.cause == "tail"]
     assert wait.overrides == ("trainer.schedule=colocated_async",)
+
+
+def test_a_phase_that_is_nothing_but_passes_saves_no_more_than_it_takes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    key = f"{ACTOR}.ppo_micro_batch_size_per_gpu"
+    run = run_with({key: 1}, timing_s__update_actor=1.0, timing_s__step=5.0)
+    assert run.saving("update_actor", {key: None}) == pytest.approx(1.0 - 1.0 / 64)
+
+
+def test_the_forecasts_of_a_run_with_cards_need_none_of_them_here(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(run_times, "forecaster", run_plan.forecaster)
+    monkeypatch.setattr(run_plan, "shapes_if_known", lambda config: {"actor": shape_of("Qwen2.5-7B")})
+    monkeypatch.setattr("hybridflow.distributed.device._available", lambda name: False)
+    config = with_values(RunTimes.read(folder).config, {"trainer.device": "cuda"})
+    (folder / "config.yaml").write_text(to_yaml(config))
+    (folder / "machine.json").write_text('{"card": "NVIDIA H100 80GB HBM3", "cards": 1}')
+    saved = {wait.cause: wait.saved for wait in waits_of(RunTimes.read(folder))}
+    assert saved["few_rows"] is not None and saved["few_rows"] > 1.0
+
+
+def test_a_run_writes_its_waits_for_its_page(folder: Path) -> None:
+    run = RunTimes.read(folder)
+    with pytest.raises(KeyError), waits_written(run.config, folder):
+        raise KeyError("the error that ends the run")
+    assert json.loads((folder / "waits.json").read_text()) == json.loads(json.dumps(found_in(run)))
+    (folder / "metrics.jsonl").write_text("")
+    with waits_written(run.config, folder):
+        pass
+    assert not (folder / "waits.json").exists(), "those of an earlier run are not its own"

@@ -76,6 +76,8 @@ MAX_SECONDS = 2**53  # what the page's numbers hold exactly
 
 SAMPLES = "samples"
 ALL_ROLLOUTS = "rollout_data"
+WAITS_FILE = "waits.json"
+"""File of the run folder with the largest waits of its steps, which the run writes when it ends."""
 KINDS = {SAMPLES: "rollout", "validation": "validation"}
 """What the samples in a folder of the run are."""
 
@@ -200,6 +202,7 @@ class RunFollower:
             "title": " / ".join(str(name) for name in names if name) or self.run.resolve().name,
             "summary": self._object("summary.json", notes),
             "machine": self._object("machine.json", notes),
+            "waits": self._object(WAITS_FILE, notes),
             "config": yaml.safe_dump(config, sort_keys=False, allow_unicode=True) if config else "",
             "counts": {title: _sums(self.metrics.by_step, prefix) for title, prefix in COUNTED.items()},
             "failures": self._object("failures.json", notes) or {},
@@ -291,6 +294,7 @@ _SMALL: dict[str, Callable[[Path], Any]] = {
     "config.yaml": read_yaml,
     "summary.json": _json,
     "machine.json": _json,
+    WAITS_FILE: _json,
     "failures.json": _json,
     "failure.json": _json,
     LOG_FILE: _end_of_log,

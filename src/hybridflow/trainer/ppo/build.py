@@ -64,6 +64,7 @@ from hybridflow.trainer.source import Resumable
 from hybridflow.trainer.state import RunState, SavedEngine
 from hybridflow.trainer.stopping import expiry_of
 from hybridflow.trainer.trainer import Trainer
+from hybridflow.trainer.why.findings import waits_written
 from hybridflow.workers.losses import find_policy_loss
 
 
@@ -197,7 +198,11 @@ def _trainer(
         settle_exact(config, roles, exact)
     predictor = make_predictor(config, roles)
     failures.begin(state.step)
-    with run.recorded(state, store, source) as trackers, closing(traces) if traces else nullcontext():
+    with (
+        run.recorded(state, store, source) as trackers,
+        waits_written(config, run.folder.path),
+        closing(traces) if traces else nullcontext(),
+    ):
         samples = SampleLog(run.folder.path, config, tokenizer, total_steps, trackers, state.step)
         kept = KeptRows(run.folder.path)
         kept.drop_after(state.step)

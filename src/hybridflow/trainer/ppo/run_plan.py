@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.explain import generation_batch
@@ -25,8 +26,8 @@ from hybridflow.distributed.facilities import facilities
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.cache.kv_cache import slot_capacity
 from hybridflow.models.files.build import shape_of
-from hybridflow.planner.costs import CPU_EFFICIENCY, FITTED, Costs, Lengths, StepRows
-from hybridflow.planner.hardware import CPU, HARDWARE, Cluster, cpu_hardware
+from hybridflow.planner.costs import FITTED, Costs, Lengths, StepRows, cpu_costs
+from hybridflow.planner.hardware import CPU, HARDWARE, Cluster
 from hybridflow.planner.memory import PlannedReplica, RoleEngine, native_quantization
 from hybridflow.planner.model_shape import ModelShape, read_shape
 from hybridflow.planner.pools import shapes_of
@@ -149,30 +150,49 @@ def make_predictor(config: PPOConfig, roles: Roles) -> Predictor | None:
     return Predictor(plan, shapes, costs, roles)
 
 
-def forecaster(config: PPOConfig) -> Callable[[PPOConfig, StepRows], dict[str, float]] | None:
+class PhaseSeconds(NamedTuple):
+    """The predicted seconds of a phase."""
+
+    of_tokens: float
+    """What its tokens and the model's weights take."""
+    of_passes: float = 0.0
+    """What its passes take besides, however few tokens they have."""
+
+
+Forecaster = Callable[[PPOConfig, StepRows], Mapping[str, PhaseSeconds]]
+
+
+def forecaster(config: PPOConfig, card: str = "") -> Forecaster | None:
     """Return a function that predicts the seconds of each phase of a step with such rows, for `config` with
     other keys and the same models and devices; None where `make_predictor` gives none, and where the devices
-    or the models are not on this machine.
+    or the models are not on this machine. `card` names the devices of a run that was made elsewhere.
     """
     try:
-        costs = costs_of(config, plan_of(config).devices)
+        costs = costs_of(config, plan_of(config).devices, card)
         shapes = shapes_if_known(config)
     except ConfigError as error:
         logger.info("no forecasts by the planner's model: %s", error)
         return None
     if costs is None or shapes is None:
         return None
-    return lambda changed, rows: plan_of(changed).predict(rows, shapes, costs)
+
+    def forecast(changed: PPOConfig, rows: StepRows) -> dict[str, PhaseSeconds]:
+        plan = plan_of(changed)
+        of_tokens = plan.predict(rows, shapes, costs.of_tokens_alone)
+        whole = plan.predict(rows, shapes, costs)
+        return {name: PhaseSeconds(of_tokens[name], whole[name] - of_tokens[name]) for name in whole}
+
+    return forecast
 
 
-def costs_of(config: PPOConfig, devices: int) -> Costs | None:
-    """Return the costs on `devices` devices like those here; None where their figures are not known."""
-    device = resolve_device(config.trainer.device)
-    if device.type == "cpu":
-        cpu = measured_cpu()
-        hardware = cpu_hardware(cpu.peak, cpu.bandwidth, cpu.memory)
-        return Costs(Cluster(hardware, devices), CPU_EFFICIENCY, itemsize=4)
-    card = (facilities(device.type).card_name() or "").replace(" ", "")
+def costs_of(config: PPOConfig, devices: int, card: str = "") -> Costs | None:
+    """Return the costs on `devices` cards of this name, or devices like those here; None for unknown ones."""
+    if not card:
+        device = resolve_device(config.trainer.device)
+        if device.type == "cpu":
+            return cpu_costs(devices, *measured_cpu())
+        card = facilities(device.type).card_name() or ""
+    card = card.replace(" ", "")
     # the longest name first: GB200 before B200
     names = [name for name in sorted(HARDWARE, key=len, reverse=True) if name in card]
     return Costs(Cluster(HARDWARE[names[0]], devices), FITTED) if names else None

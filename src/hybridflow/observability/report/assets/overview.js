@@ -27,7 +27,7 @@ const LABELS = {
   greedy: "greedy accuracy", sampled: "sampled accuracy", num_questions: "held-out questions", sft_steps: "warm-up steps",
   seconds_sft: "time of the warm-up", seconds_rl: "time of reinforcement learning", seconds: "time in all",
 };
-const MACHINE = new Set(["cpu", "threads", "vectors", "torch", "python"]); // in the subtitle
+const MACHINE = new Set(["card", "cards", "cpu", "threads", "vectors", "torch", "python"]); // in the subtitle
 const MAX_SERIES = 8; // a card; `sort` puts first what matters most (accuracy before reward, means before best and majority)
 
 // ---------------------------------------------------------------- tiles and advice
@@ -84,6 +84,16 @@ function adviceNode(entry) {
     entry.keys.length ? el("div", { class: "keys" }, "keys that change it, with their values now: ", entry.keys.map(({ key, value }) => el("code", { title: "its value in this run" }, value == null ? key : `${key}=${value}`))) : null);
 }
 
+// What steps wait for, with the keys to try and the seconds that they are forecast to save; as `hybridflow why` has it.
+function waitNode(wait, ofStep) {
+  const gain = wait.saved == null ? "no forecast" : `forecast to save ${format(wait.saved)} s, ${Math.round(100 * wait.saved / ofStep)} % of a step`;
+  const words = wait.saved == null ? [wait.key].filter(Boolean) : wait.overrides;
+  return el("li", { class: "card advice" },
+    el("div", {}, el("b", {}, wait.cause.replaceAll("_", " ")), el("span", { class: "muted" }, ` ${format(wait.seconds)} s of a step, ${gain}`)),
+    el("div", {}, wait.text),
+    words.length ? el("div", { class: "keys" }, wait.saved == null ? "key: " : "try: ", words.map((word) => el("code", {}, word))) : null);
+}
+
 // ---------------------------------------------------------------- curves
 
 function shortLabels(group, label) {
@@ -130,6 +140,7 @@ class OverviewPage {
     advice.replaceChildren(...RUN.advice.map(adviceNode));
     document.getElementById("advice-section").hidden = !RUN.steps.length;
     document.getElementById("advice-head").textContent = alarms.length ? `Advice: ${alarms.length} alarm${alarms.length > 1 ? "s" : ""} now` : RUN.advice.length ? "Advice: no alarm now" : "Advice: nothing to say";
+    this.waits();
     this.notes();
     document.getElementById("config").textContent = RUN.config;
     document.getElementById("config-section").hidden = !RUN.config;
@@ -137,6 +148,15 @@ class OverviewPage {
     document.getElementById("log-section").hidden = !RUN.log;
     this.failure();
     this.drawCurves();
+  }
+
+  waits() {
+    const waits = Array.isArray(RUN.waits?.waits) ? RUN.waits : null;
+    document.getElementById("waits-section").hidden = !waits;
+    if (!waits) return;
+    const mean = `A mean step takes ${format(waits.seconds)} s (of ${waits.steps} steps after the first).`;
+    document.getElementById("waits-head").textContent = waits.waits.length ? mean : `${mean} Nothing stands out: no wait is worth a key.`;
+    document.getElementById("waits").replaceChildren(...waits.waits.map((wait) => waitNode(wait, waits.seconds)));
   }
 
   // The error that has ended the run; its configuration and its log are open then, since there may be no curve.

@@ -14,7 +14,8 @@ let current = "overview", argument = "";
 
 function header() {
   const { steps } = RUN, count = Object.keys(RUN.metrics).length, { machine } = RUN;
-  const facts = machine ? `${machine.cpu}, ${machine.threads} thread${machine.threads === 1 ? "" : "s"}, torch ${machine.torch}` : "";
+  const card = machine?.card ? `${machine.cards} × ${machine.card}, ` : "";
+  const facts = machine ? `${card}${machine.cpu}, ${machine.threads} thread${machine.threads === 1 ? "" : "s"}, torch ${machine.torch}` : "";
   const range = steps.length ? `${count} metrics, steps ${steps[0]} to ${steps[steps.length - 1]}` : "";
   document.getElementById("title").textContent = RUN.title || (LIVE ? "Waiting for the run" : "");
   document.getElementById("subtitle").textContent = [range, facts].filter(Boolean).join(" · ");

@@ -1,14 +1,14 @@
 // What the page knows of a run: curves, advice, times, rollouts and their groups; merged from one answer after another.
 "use strict";
 
-const FIELDS_OF_HEAD = ["title", "summary", "machine", "config", "counts", "failures", "failure", "log", "advice", "notes", "details", "pictures"];
+const FIELDS_OF_HEAD = ["title", "summary", "machine", "config", "counts", "failures", "failure", "waits", "log", "advice", "notes", "details", "pictures"];
 // Kinds of files that one rollout can be in: numbers of all of them, texts of all, texts and tokens of a few.
 const KIND_OF = { recorded: "train", rollout_data: "train", samples: "train", validation: "validation" };
 const TEXTS = ["samples", "validation", "rollout_data"];
 
 function emptyRun() {
   return {
-    title: "", summary: null, machine: null, config: "", counts: {}, failures: {}, failure: null, log: "", advice: [], notes: [], details: {}, pictures: {},
+    title: "", summary: null, machine: null, config: "", counts: {}, failures: {}, failure: null, waits: null, log: "", advice: [], notes: [], details: {}, pictures: {},
     steps: [], metrics: {}, about: {}, timeline: new Map(), rollouts: new Map(), files: new Set(), cursor: "", written: null,
   };
 }

@@ -1,34 +1,24 @@
-"""Why a run is slow: the waits of its steps, the key that shortens each, and the seconds that would save.
+"""The rules that find why a run is slow: one function a cause, each with what it computes from which figures.
 
-    run folder: config.yaml, metrics, lengths of responses, timeline ──RunTimes.read──► RULES ──► Wait, …
-    the same folder, and that of a run in which a key was changed ──held──► forecasts beside what they became
+    RunTimes ──RULES──► Wait, … ──waits_of──► the largest first
 
-Seconds are those of a mean step after the first. A phase is forecast by the planner's model: what it took, by
-the ratio of what the model predicts for the changed keys and for the run's. Waits that the model does not
-know (rewards, tools, checkpoints, validations) are forecast by what was counted.
+A phase is forecast by the planner's model, waits that the model does not know (rewards, tools, checkpoints,
+validations) by what was counted.
 """
 
 from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import cached_property
-from pathlib import Path
-from statistics import median
 from typing import Any
 
-from hybridflow.config import PPOConfig
 from hybridflow.config.relations import shown
-from hybridflow.config.tree import flatten, get_value, to_tree, with_values
-from hybridflow.errors import DataError
-from hybridflow.observability.report.files import Lines
-from hybridflow.observability.trackers.jsonl import METRICS_FILE, read_metrics
-from hybridflow.planner.costs import Lengths, StepRows
-from hybridflow.trainer.ppo.run_plan import forecaster, plan_of
-from hybridflow.trainer.replay.kept_rows import config_of
+from hybridflow.config.tree import get_value
+from hybridflow.planner.costs import StepRows
+from hybridflow.trainer.ppo.run_plan import plan_of
+from hybridflow.trainer.why.run_times import TIMING, RunTimes
 
 ACTOR = "actor_rollout_ref.actor"
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -37,7 +27,6 @@ SMALL = 0.02
 """Part of a step below which a saving is not worth a key."""
 OFTEN = 0.05
 """Part of a step that validations, or checkpoints, may take."""
-TIMING = "timing_s/"
 NESTED = ("step", "testing", "val_gen", "val_reward", "save_checkpoint")
 """Sections that are the whole step, or come now and then."""
 
@@ -67,139 +56,6 @@ class Wait:
         if not self.key:
             return ()
         return (f"{self.key}={shown(self.value)}", *self.also)
-
-
-def _lines(file: Path, steps: Sequence[int]) -> Iterator[tuple[int, Mapping[str, Any]]]:
-    """Yield the objects of a run's file that are about these steps."""
-    lines = Lines(file)
-    lines.poll(1)
-    yield from ((step, line) for step, line in lines.by_step.items() if step in steps)
-
-
-def _lengths(line: Mapping[str, Any]) -> list[float]:
-    """Return the tokens of the responses of a line; none where it has something else in their place."""
-    tokens = line.get("num_tokens")
-    if not isinstance(tokens, list) or not all(isinstance(each, int | float) for each in tokens):
-        return []
-    return [max(float(each), 1.0) for each in tokens]
-
-
-def _trajectories(spans: Any) -> dict[str, dict[str, float]]:
-    """Return the seconds of each trajectory of a step by cause of the wait."""
-    lanes: dict[str, dict[str, float]] = {}
-    for span in spans if isinstance(spans, list) else []:
-        with suppress(TypeError, ValueError, AttributeError):  # a line of another program
-            lane, name, begins, ends = span
-            if lane.startswith("trajectory "):
-                found = lanes.setdefault(lane, {})
-                found[name] = found.get(name, 0.0) + ends - begins
-    return lanes
-
-
-@dataclass(frozen=True)
-class RunTimes:
-    """The times and counts of a run, as its folder has them."""
-
-    config: PPOConfig
-    steps: Sequence[Mapping[str, float]]
-    """Metrics of the steps that count: those after the first, which also builds caches and kernels."""
-    lengths: Sequence[Sequence[float]]
-    """Tokens of each response of some of these steps."""
-    trajectories: Sequence[Mapping[str, float]]
-    """Seconds of each recorded trajectory by what it waited for: generate, tool, environment, …"""
-
-    @classmethod
-    def read(cls, run: Path) -> RunTimes:
-        """Read a run folder. ConfigError for a folder that is none; DataError for one without a whole step
-        after the first.
-        """
-        config = config_of(run, trains=False)
-        metrics = read_metrics(run / METRICS_FILE)
-        numbers = [step for step in sorted(metrics) if isinstance(metrics[step].get(f"{TIMING}step"), float)]
-        if len(numbers) < 2:
-            raise DataError(f"{run} has {len(numbers)} finished steps, and the times of two are needed")
-        counted = numbers[1:]
-        steps = [
-            {name: value for name, value in metrics[step].items() if isinstance(value, int | float)}
-            for step in counted
-        ]
-        lengths = [found for _, line in _lines(run / "rollouts.jsonl", counted) if (found := _lengths(line))]
-        waits = [
-            lane
-            for _, line in _lines(run / "timeline.jsonl", counted)
-            for lane in _trajectories(line.get("spans")).values()
-        ]
-        return cls(config, steps, lengths, waits)
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of a mean step."""
-        return self.mean(f"{TIMING}step")
-
-    def mean(self, name: str) -> float:
-        """Return the mean of a metric over all steps; a step without it counts as 0."""
-        return sum(step.get(name, 0.0) for step in self.steps) / len(self.steps)
-
-    def of_phase(self, phase: str) -> float:
-        """Return the seconds of a phase in a mean step."""
-        return self.mean(f"{TIMING}{phase}")
-
-    def usual(self, name: str) -> float:
-        """Return the median of a metric over the steps that have it; 0 where none has."""
-        found = [step[name] for step in self.steps if name in step]
-        return median(found) if found else 0.0
-
-    @property
-    def replicas(self) -> int:
-        """Engines that share a step's requests."""
-        plan = plan_of(self.config)
-        return max(1, plan.generating // plan.ranks_of_replica)
-
-    @cached_property
-    def rows(self) -> StepRows:
-        """The rows of a usual step."""
-        count = max(self.usual("training/num_trajectories"), 1.0)
-        lengths = Lengths(
-            max(self.usual("response_length/mean"), 1.0), max(self.usual("response_length/max"), 1.0)
-        )
-        if self.lengths:
-            lengths = Lengths.of(self.lengths[-1])
-        group = max(1, self.config.actor_rollout_ref.rollout.n)
-        return StepRows(count, self.usual("prompt_length/mean"), lengths, group)
-
-    @cached_property
-    def predict(self) -> Callable[[PPOConfig, StepRows], Mapping[str, float]] | None:
-        return forecaster(self.config)
-
-    @cached_property
-    def by_model(self) -> float:
-        """Seconds of generation in a mean step that the model needs, without waits for tools.
-
-        Where these are slow, an engine has its rows one after the other, and takes more steps than the
-        longest response has tokens; what it needs is the time of as many steps as that.
-        """
-        whole = self.of_phase("gen")
-        names = {name for lane in self.trajectories for name in lane}
-        rate = self.usual("perf/rollout_tokens_per_second")
-        steps = self.usual("rollout/decode_steps") / self.replicas
-        if not rate or not steps or names <= {"generate", "reward"}:
-            return whole
-        needed = min(1.0, self.rows.lengths.quantile(1) / steps)
-        return min(whole, needed * self.usual("rollout/generated_tokens") / rate)
-
-    def saving(self, phase: str, changes: Mapping[str, Any]) -> float | None:
-        """Return the seconds that a phase would save with these keys, by the planner's model; None where that
-        does not know the model or the device.
-        """
-        predict = self.predict
-        if predict is None:
-            return None
-        now = predict(self.config, self.rows).get(phase, 0.0)
-        then = predict(with_values(self.config, dict(changes)), self.rows).get(phase, 0.0)
-        if not now:
-            return None
-        seconds = self.by_model if phase == "gen" else self.of_phase(phase)
-        return max(0.0, seconds * (1 - then / now))
 
 
 def validations(run: RunTimes) -> Iterator[Wait]:
@@ -268,14 +124,8 @@ def tools(run: RunTimes) -> Iterator[Wait]:
         f"the rest trajectories wait for tools and environments, whose code {workers} processes run"
     )
     wanted = 4 * max(workers, 1)
-    yield Wait(
-        "tools",
-        seconds,
-        text,
-        f"{ROLLOUT}.agent.num_workers",
-        wanted,
-        seconds * (1 - max(workers, 1) / wanted),
-    )
+    saved = seconds * (1 - max(workers, 1) / wanted)
+    yield Wait("tools", seconds, text, f"{ROLLOUT}.agent.num_workers", wanted, saved)
 
 
 def few_rows(run: RunTimes) -> Iterator[Wait]:
@@ -383,8 +233,8 @@ def dropped_groups(run: RunTimes) -> Iterator[Wait]:
     size = data.gen_batch_size or data.train_batch_size
     value = math.ceil(size * batches)
     each = StepRows(run.rows.count / batches, run.rows.prompt, run.rows.lengths, run.rows.group)
-    apart = batches * run.predict(run.config, each)["gen"]
-    together = run.predict(run.config, run.rows)["gen"]
+    apart = batches * run.predict(run.config, each)["gen"].of_tokens
+    together = run.predict(run.config, run.rows)["gen"].of_tokens
     seconds = run.by_model
     text = (
         f"a batch takes {batches:.0f} generation batches, each with its own longest response: one of "
@@ -451,34 +301,3 @@ def waits_of(run: RunTimes) -> list[Wait]:
     least = SMALL * run.seconds
     found = [wait for wait in found if (wait.seconds if wait.saved is None else wait.saved) >= least]
     return sorted(found, key=lambda wait: (wait.saved is None, -(wait.saved or wait.seconds)))
-
-
-@dataclass(frozen=True)
-class TriedWait:
-    """A forecast beside the measured result."""
-
-    wait: Wait
-    became: float
-    """Seconds of a mean step that were saved."""
-
-
-def held(before: RunTimes, after: RunTimes) -> tuple[list[TriedWait], list[str]]:
-    """Return each forecast of the run `before` whose key has the value to try in the run `after`, with what
-    the step has become, and the other keys in which the two differ.
-
-    The seconds saved are those of the whole step: what one phase gains another may lose.
-    """
-    was = dict(flatten(to_tree(before.config)))
-    now = dict(flatten(to_tree(after.config)))
-    changed = {name for name in {*was, *now} if was.get(name) != now.get(name)}
-    changed = {
-        name for name in changed if not name.startswith(("trainer.default_local_dir", "trainer.logger"))
-    }
-    tried = [
-        wait
-        for wait in waits_of(before)
-        if wait.key in changed and get_value(after.config, wait.key) == wait.value
-    ]
-    saved = before.seconds - after.seconds
-    others = sorted(changed - {wait.key for wait in tried})
-    return [TriedWait(wait, saved) for wait in tried], others

@@ -73,7 +73,7 @@ class SessionSettings:
     """Compute the keys and values of running rows again when the weights change."""
     stop_texts: StopTexts | None
     look_ahead: bool
-    """Begin a step before the host has seen the tokens of the one before; not with drafts, which need them."""
+    """Begin a step before the host has seen the tokens of the one before: never with drafts."""
     drafts: DraftSettings | None = None
     """How much is drafted; None: nothing."""
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from types import MethodType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -90,8 +90,9 @@ def lean_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
 def keep_gates_lean(module: nn.Module) -> None:
     """Let the gated layers in a module compute by `LeanGated` where it has their bits."""
     for child in module.modules():
-        if "forward" not in vars(child) and _is_gated(type(child)):
-            child.forward = MethodType(_gated_forward, child)
+        kind: Any = type(child)
+        if "forward" not in vars(child) and _is_gated(kind) and _is_silu(child.act_fn):
+            child.forward = functools.partial(_gated_forward, child)
 
 
 def _gated_forward(layer: Any, x: Tensor) -> Tensor:
@@ -135,6 +136,12 @@ def _is_gated(kind: Any) -> bool:
         lambda: LeanGated.apply(linear(states, gate), linear(states, up), down),  # type: ignore[no-untyped-call]
         (states, gate, up, down),
     )
+
+
+def _is_silu(activation: Any) -> bool:
+    """Return whether a layer's activation, which its configuration chooses, is the one of `LeanGated`."""
+    numbers = _random(80).detach()
+    return torch.equal(activation(numbers), silu(numbers))
 
 
 def _random(*shape: int) -> Tensor:

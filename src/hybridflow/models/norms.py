@@ -47,7 +47,8 @@ class JoinedNorm:
         """States [..., H] to normed states of the same shape and dtype."""
         weight = self.weight
         on_cpu = hidden_states.device.type == "cpu"
-        if on_cpu and is_lean(hidden_states, weight) and norm_has_lean_bits(self.plain):
+        plain: Any = self.plain
+        if is_lean(hidden_states, weight) and norm_has_lean_bits(plain):
             return lean_norm(hidden_states, weight, self.variance_epsilon)
         if on_cpu or type(weight) is not nn.Parameter or weight.dtype != hidden_states.dtype:
             normed: Tensor = super().forward(hidden_states)  # type: ignore[misc]

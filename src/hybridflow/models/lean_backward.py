@@ -76,9 +76,12 @@ class LeanGated(torch.autograd.Function):
 
 
 def is_lean(states: Tensor, weight: Tensor) -> bool:
-    """Return whether these may be computed here: a whole weight, and both in float32 in main memory."""
-    whole = type(weight) is nn.Parameter
-    return whole and all(x.device.type == "cpu" and x.dtype == torch.float32 for x in (states, weight))
+    """Return whether something is kept for a backward pass, and may be computed here: a whole weight, and both in
+    float32 in main memory.
+    """
+    if not torch.is_grad_enabled() or type(weight) is not nn.Parameter:
+        return False
+    return all(x.device.type == "cpu" and x.dtype == torch.float32 for x in (states, weight))
 
 
 def lean_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -91,24 +94,53 @@ def keep_gates_lean(module: nn.Module) -> None:
     """Let the gated layers in a module compute by `LeanGated` where it has their bits."""
     for child in module.modules():
         kind: Any = type(child)
-        if "forward" not in vars(child) and _is_gated(kind) and _is_silu(child.act_fn):
-            child.forward = functools.partial(_gated_forward, child)
+        if issubclass(kind, LeanGatedLayer) or "forward" in vars(child):
+            continue
+        if _is_gated(kind) and _is_silu(child.act_fn):
+            child.__class__ = _lean_class(kind)
 
 
-def _gated_forward(layer: Any, x: Tensor) -> Tensor:
-    down = layer.down_proj
-    plain_layer = (
-        type(down) is nn.Linear
-        and down.bias is None
-        and "forward" not in vars(down)
-        and not (down._forward_hooks or down._forward_pre_hooks or down._backward_hooks)
-    )
-    if not plain_layer or not is_lean(x, down.weight):
-        found: Tensor = type(layer).forward(layer, x)
-        return found
-    gate = layer.gate_proj(x)
-    product: Tensor = LeanGated.apply(gate, layer.up_proj(x), down.weight)  # type: ignore[no-untyped-call]
-    return product
+class LeanGatedLayer:
+    """The forward pass of a gated layer by `LeanGated`; the class of transformers comes behind this one."""
+
+    plain: type[nn.Module]
+    """That class."""
+    gate_proj: nn.Module
+    up_proj: nn.Module
+    down_proj: nn.Linear
+
+    def forward(self, x: Tensor) -> Tensor:
+        """States [..., H] to states of the same shape."""
+        down = self.down_proj
+        is_plain = (
+            type(down) is nn.Linear
+            and down.bias is None
+            and "forward" not in vars(down)
+            and not (down._forward_hooks or down._forward_pre_hooks or down._backward_hooks)
+        )
+        if not is_plain or not is_lean(x, down.weight):
+            found: Tensor = super().forward(x)  # type: ignore[misc]
+            return found
+        gate = self.gate_proj(x)
+        product: Tensor = LeanGated.apply(gate, self.up_proj(x), down.weight)  # type: ignore[no-untyped-call]
+        return product
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """The class has no name in a module: a copy is made by that of transformers."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        return (_new, (self.plain,), *reduced[2:])
+
+
+@functools.cache
+def _lean_class(kind: Any) -> Any:
+    """Return a class like that of a gated layer, whose forward pass is that of `LeanGatedLayer`."""
+    return type(kind.__name__, (LeanGatedLayer, kind), {"__module__": kind.__module__, "plain": kind})
+
+
+def _new(kind: Any) -> Any:
+    """Return a lean layer without contents, of a class of transformers."""
+    lean = _lean_class(kind)
+    return lean.__new__(lean)
 
 
 @functools.cache

@@ -1,7 +1,7 @@
 """RMS norms as one fused operation on devices, in training and in generation alike.
 
 The classes of transformers compute them by eight operations, each with a launch and a pass over all states.
-On a CPU they stay as they are, to the bit.
+On a CPU they keep their bits, and less for the backward pass (`lean_backward`).
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
+
+from hybridflow.models.lean_backward import is_lean, lean_norm, norm_has_lean_bits
 
 
 def join_norms(module: nn.Module) -> None:
@@ -45,6 +47,9 @@ class JoinedNorm:
         """States [..., H] to normed states of the same shape and dtype."""
         weight = self.weight
         on_cpu = hidden_states.device.type == "cpu"
+        plain: Any = self.plain
+        if is_lean(hidden_states, weight) and norm_has_lean_bits(plain):
+            return lean_norm(hidden_states, weight, self.variance_epsilon)
         if on_cpu or type(weight) is not nn.Parameter or weight.dtype != hidden_states.dtype:
             normed: Tensor = super().forward(hidden_states)  # type: ignore[misc]
             return normed

@@ -27,6 +27,7 @@ from hybridflow.models.flat_decoder import Decoder, choose_decoder
 from hybridflow.models.float64 import compute_in_float64
 from hybridflow.models.heads.full_kl import HeadInputs, full_kl
 from hybridflow.models.heads.log_probs import LogitTransform, TokenOutputs, token_log_probs
+from hybridflow.models.lean_backward import keep_gates_lean
 from hybridflow.models.norms import join_norms
 from hybridflow.models.parallel.sequence_parallel import SequenceCut
 from hybridflow.models.vision import TextInputs, Vision, placeholder_ids, reads_media
@@ -270,8 +271,9 @@ def device_of(module: nn.Module) -> torch.device:
 
 
 def use_attention(hf: PreTrainedModel) -> None:
-    """Switch a model to our attention and joined norms; ModelError where its attention cannot be chosen."""
+    """Switch a model to our attention, norms and gated layers; ModelError where that cannot be."""
     join_norms(hf)
+    keep_gates_lean(hf)
     AttentionInterface.register(ATTENTION_NAME, attention)
     if not getattr(hf, "_supports_attention_backend", False):
         raise ModelError(

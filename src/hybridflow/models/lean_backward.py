@@ -76,7 +76,7 @@ class LeanGated(torch.autograd.Function):
 
 
 def is_lean(states: Tensor, weight: Tensor) -> bool:
-    """Return whether something is kept for a backward pass, and may be computed here: a whole weight, and both in
+    """Return whether a backward pass may come, and these may be computed here: a whole weight, and both in
     float32 in main memory.
     """
     if not torch.is_grad_enabled() or type(weight) is not nn.Parameter:

@@ -98,7 +98,7 @@ class ExactMode:
         more: tuple[int, ...] = (0, 0, 0, -(-missing // length))  # one new token of each row stays so
         if batch == 1 and length > 1:
             more = (0, missing)
-        return pad(input_ids, more), pad(position_ids, more), _RealRows(layout, batch, length)
+        return pad(input_ids, more), pad(position_ids, more), RealRows(layout, batch, length)
 
     def pad_rows(self, rows: Tensor) -> Tensor:
         """Append zeros to rows [M, ...] -> [M', ...], as many as the log-prob head takes at a time."""
@@ -187,7 +187,7 @@ def uneven_layer(module: nn.Module, mode: ExactMode) -> str | None:
     return None
 
 
-class _RealRows:
+class RealRows:
     """A layout that attends for the real rows only; rows that pad the dense layers come out as zeros."""
 
     def __init__(self, layout: Layout, batch: int, length: int) -> None:

@@ -90,9 +90,7 @@ def test_drafts_of_any_quality_change_no_bit(
     plain, _, _ = with_and_without(requests, **changes)
     draw = random.Random(0)
 
-    def propose(
-        self: Drafter, rows: Any, responses: Any, room: Sequence[int], padded: int
-    ) -> list[list[int]]:
+    def propose(self: Drafter, rows: Any, responses: Any, room: Sequence[int], *_: int) -> list[list[int]]:
         found = []
         for row, most in zip(rows, room):
             right = plain[row.request.request_id].token_ids[int(responses.known[row.slot]) :]

@@ -113,14 +113,15 @@ class Drafter:
         self._sources: WeakKeyDictionary[Row, DraftSource] = WeakKeyDictionary()
 
     def propose(
-        self, rows: Sequence[Row], responses: Responses, room: Sequence[int], padded: int
+        self, rows: Sequence[Row], responses: Responses, room: Sequence[int], plain: int, least: int
     ) -> list[list[int]]:
         """Return the drafts of rows, most of them empty; row i has `room[i]` places behind its newest token.
 
-        A pass computes `padded` tokens in any case.
+        A pass without drafts computes `plain` tokens, and one with drafts at least `least`.
         """
-        if self.max_tokens is not None and len(rows) >= self.max_tokens:
-            return [[] for _ in rows]
+        is_full = self.max_tokens is not None and len(rows) >= self.max_tokens
+        if is_full or (len(rows) >= least and self.right * self._time(len(rows)) < self.cost * len(rows)):
+            return []  # a token of the usual quality would not pay, so that none is looked up
         drafts = []
         chances = []
         for number, row in enumerate(rows):
@@ -134,21 +135,30 @@ class Drafter:
                         source.right += FORGIVEN
                     break
                 chances.append((-chance, number))
-        counts = self._worth(sorted(chances), len(rows), padded)
+        counts = self._worth(sorted(chances), len(rows), plain, least)
         return [draft[: counts[number]] for number, draft in enumerate(drafts)]
 
-    def _worth(self, chances: Sequence[tuple[float, int]], rows: int, padded: int) -> Counter[int]:
-        """Return how many tokens of each row's draft pay, of (-chance to be right, row), best first."""
+    def _worth(self, chances: Sequence[tuple[float, int]], rows: int, plain: int, least: int) -> Counter[int]:
+        """Return how many tokens of each row's draft pay, of (-chance to be right, row), best first.
+
+        None do where a pass without drafts gives more tokens for its time.
+        """
         counts: Counter[int] = Counter()
         tokens = rows
         gained = float(rows)
         for chance, number in chances[: None if self.max_tokens is None else self.max_tokens - rows]:
-            if tokens >= padded and -chance * (1 + self.cost * (tokens - 1)) < self.cost * gained:
+            if tokens >= least and -chance * self._time(tokens) < self.cost * gained:
                 break
             counts[number] += 1
             tokens += 1
             gained -= chance
+        if gained * self._time(plain) <= rows * self._time(max(tokens, least)):
+            return Counter()
         return counts
+
+    def _time(self, tokens: int) -> float:
+        """Return the time of a pass, in times of one over a single token."""
+        return 1 + self.cost * (tokens - 1)
 
     def learn(self, row: Row, drafted: int, right: int) -> None:
         """Note how many tokens of a row's draft were `right`; those behind a wrong one say nothing."""

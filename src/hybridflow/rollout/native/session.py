@@ -43,7 +43,7 @@ from hybridflow.rollout.native.prefixes import PREFIX_BLOCK, Prefix, PrefixCache
 from hybridflow.rollout.native.responses import Choice, Row, StopTexts, begun_beyond
 from hybridflow.rollout.native.rows import RowTable
 from hybridflow.rollout.native.scheduler import Admission, Scheduler
-from hybridflow.rollout.native.step import Span, add_routes, decode_rows, prefill, verify_rows
+from hybridflow.rollout.native.step import Span, add_routes, decode_rows, least_verified, prefill, verify_rows
 from hybridflow.rollout.session_engine import aborted, check_ids, sort_out
 
 
@@ -452,8 +452,10 @@ class Session:
             return []
         count = self.rows.decoding
         room = np.minimum(self.rows.tokens_left, self.cache.capacity - self.rows.lengths) - 1
-        padded = count if self.policy.exact is None else self.policy.exact.num_rows(count)
-        drafts = self._drafter.propose(self.rows.rows[:count], self.rows.responses, room.tolist(), padded)
+        plain = count if self.policy.exact is None else self.policy.exact.num_rows(count)
+        least = max(plain, least_verified(self.policy.device.type))
+        rows = self.rows.rows[:count]
+        drafts = self._drafter.propose(rows, self.rows.responses, room.tolist(), plain, least)
         lengths = self.rows.lengths + 1
         for row, draft in enumerate(drafts):
             if draft and not self.cache.extend([row], int(lengths[row]) + len(draft)):

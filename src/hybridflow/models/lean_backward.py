@@ -143,7 +143,6 @@ def _new(kind: Any) -> Any:
     return lean.__new__(lean)
 
 
-@functools.cache
 def norm_has_lean_bits(kind: Any) -> bool:
     """Return whether a class's norm has the outputs and gradients of `LeanNorm`, to the bit."""
     weight, states = _random(48), _random(1, 7, 48)

@@ -32,7 +32,9 @@ def _joined(kind: Any) -> type[nn.Module] | None:
     """Return a class like that of a norm, but with one operation on devices; None for any other formula."""
     if not kind.__name__.endswith("RMSNorm") or issubclass(kind, JoinedNorm) or not _is_plain(kind):
         return None
-    return type(kind.__name__, (JoinedNorm, kind), {"__module__": kind.__module__, "plain": kind})
+    # tried here: what a trial keeps for its backward pass must not be among what a layer keeps
+    own = {"__module__": kind.__module__, "plain": kind, "lean": norm_has_lean_bits(kind)}
+    return type(kind.__name__, (JoinedNorm, kind), own)
 
 
 class JoinedNorm:
@@ -40,6 +42,8 @@ class JoinedNorm:
 
     plain: type[nn.Module]
     """That class."""
+    lean: bool
+    """Whether it has the bits of `LeanNorm`."""
     weight: Tensor
     variance_epsilon: float
 
@@ -47,8 +51,7 @@ class JoinedNorm:
         """States [..., H] to normed states of the same shape and dtype."""
         weight = self.weight
         on_cpu = hidden_states.device.type == "cpu"
-        plain: Any = self.plain
-        if is_lean(hidden_states, weight) and norm_has_lean_bits(plain):
+        if self.lean and is_lean(hidden_states, weight):
             return lean_norm(hidden_states, weight, self.variance_epsilon)
         if on_cpu or type(weight) is not nn.Parameter or weight.dtype != hidden_states.dtype:
             normed: Tensor = super().forward(hidden_states)  # type: ignore[misc]

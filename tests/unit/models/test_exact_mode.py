@@ -147,7 +147,8 @@ def test_rows_that_join_late_or_were_preempted_stay_exact() -> None:
         waiting, steps = waiting[2:], steps + 1
         found |= {output.request_id: output for output in session.step()}
         if steps in (3, 6, 9):  # as where memory is short
-            session._preempt()
+            with torch.inference_mode():
+                session._preempt()
     session.close()
     assert steps > 9 and sorted(found) == list(range(16))
     for row, output in found.items():

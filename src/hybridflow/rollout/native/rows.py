@@ -27,6 +27,8 @@ from hybridflow.rollout.base import FinishReason, GenerationOutput, GenerationRe
 from hybridflow.rollout.native import sampling
 from hybridflow.rollout.native.responses import Choice, Responses, Row, StopTexts
 from hybridflow.rollout.native.sampling import (
+    ChosenTokens,
+    Edit,
     RowSettings,
     SamplingPlan,
     most_probable,
@@ -277,8 +279,10 @@ class RowTable:
         rows = slice(start, self.decoding)
         plan = self._plan(rows)
         asking = [self.rows[start + row] for row in plan.rows(sampling.TOP_LOG_PROBS)]
-        columns = self._sample(logits, plan, rows, self.generated[rows], asking, ahead)
-        self._record(rows, columns[0][:, 0], plan)
+        settings, edit = self._drawing(plan, rows, self.generated[rows])
+        chosen = sample(logits, plan, settings, edit, ahead=ahead)
+        columns = self._facts(logits, chosen, plan, rows, asking)
+        self._record(rows, chosen.tokens, plan)
         return self._choice(start, plan, asking, columns, version)
 
     def verify(
@@ -302,7 +306,9 @@ class RowTable:
             places = self.prompt_length[index[own]] + generated[own] - 1
             self.history[index[own], places] = tokens[own]
         asking = plan.rows(sampling.TOP_LOG_PROBS)
-        columns = self._sample(logits, plan, index, generated, [self.rows[row_of[one]] for one in asking])
+        settings, edit = self._drawing(plan, index, generated)
+        chosen = sample(logits, plan, settings, edit)
+        columns = self._facts(logits, chosen, plan, index, [self.rows[row_of[one]] for one in asking])
         facts, *top = HostCopy(columns).tensors()
         sampled = facts[:, 0].tolist()
         right = [_common(draft, sampled[start:]) for draft, start in zip(drafts, first.tolist())]
@@ -310,7 +316,7 @@ class RowTable:
         rows = slice(0, len(counts))
         self.length[rows] += taken[1]
         self.generated[rows] += taken[1] - 1
-        self._record(rows, columns[0][taken[0], 0], self.plan)
+        self._record(rows, chosen.tokens[taken[0]], self.plan)
         place_of = {one: place for place, one in enumerate(asking)}
         choices = []
         for step in range(1 + max(right)):
@@ -327,26 +333,15 @@ class RowTable:
             choices.append(Choice(member_rows, slots, slot_places, version, self.plan, asking_rows, copy))
         return choices
 
-    def _sample(
-        self,
-        logits: Tensor,
-        plan: SamplingPlan,
-        rows: slice | Tensor,
-        generated: Tensor,
-        asking: Sequence[Row],
-        ahead: bool = False,
-    ) -> list[Tensor]:
-        """Sample a token by each of logits [n, V] of `rows`, which have `generated` [n] tokens so far.
-
-        Returns `ChosenTokens.facts` and, where rows are `asking` for the most probable tokens, these and
-        their log-probs.
-        """
-        settings = RowSettings(
-            uniforms(self.stream[rows], generated, self.temperature.dtype)
-            if plan.any(sampling.DRAWN)
-            else None,
-            *(column[rows] for column in (self.temperature, self.top_k, self.top_p, self.min_p, self.greedy)),
-        )
+    def _drawing(
+        self, plan: SamplingPlan, rows: slice | Tensor, generated: Tensor
+    ) -> tuple[RowSettings, Edit | None]:
+        """Return how tokens of `rows` are drawn, each behind `generated` [n] tokens of its response."""
+        uniform = None
+        if plan.any(sampling.DRAWN):
+            uniform = uniforms(self.stream[rows], generated, self.temperature.dtype)
+        columns = (self.temperature, self.top_k, self.top_p, self.min_p, self.greedy)
+        settings = RowSettings(uniform, *(column[rows] for column in columns))
 
         def edit(logits: Tensor, part: slice) -> Tensor:
             if isinstance(rows, slice):
@@ -355,14 +350,25 @@ class RowTable:
                 own = rows[part]
             return self._edited(logits, own, generated[part], plan)
 
-        chosen = sample(logits, plan, settings, edit if plan.any(sampling.EDITS) else None, ahead=ahead)
+        return settings, edit if plan.any(sampling.EDITS) else None
+
+    def _facts(
+        self,
+        logits: Tensor,
+        chosen: ChosenTokens,
+        plan: SamplingPlan,
+        rows: slice | Tensor,
+        asking: Sequence[Row],
+    ) -> list[Tensor]:
+        """Return what the host has to know of tokens of `rows`: `ChosenTokens.facts` and, for rows that are
+        `asking` for the most probable tokens, these and their log-probs.
+        """
         columns = [chosen.facts(self.stops[rows])]
         if asking:
             index = plan.index(self.device, sampling.TOP_LOG_PROBS)
             most = max(row.request.sampling.top_log_probs for row in asking)
-            columns += most_probable(
-                logits[index], settings.temperature[index], chosen.normalizer[index], most
-            )
+            temperature = self.temperature[rows][index]
+            columns += most_probable(logits[index], temperature, chosen.normalizer[index], most)
         return columns
 
     def chosen(self, facts: Tensor, version: int) -> Choice:

@@ -77,9 +77,9 @@ class LeanGated(torch.autograd.Function):
 
 def is_lean(states: Tensor, weight: Tensor) -> bool:
     """Return whether a backward pass may come, and these may be computed here: a whole weight, and both in
-    float32 in main memory.
+    float32 in main memory. A compiler chooses by itself what is kept.
     """
-    if not torch.is_grad_enabled() or type(weight) is not nn.Parameter:
+    if torch.compiler.is_compiling() or not torch.is_grad_enabled() or type(weight) is not nn.Parameter:
         return False
     return all(x.device.type == "cpu" and x.dtype == torch.float32 for x in (states, weight))
 
@@ -112,7 +112,7 @@ class LeanGatedLayer:
     def forward(self, x: Tensor) -> Tensor:
         """States [..., H] to states of the same shape."""
         down = self.down_proj
-        is_plain = (
+        is_plain = not torch.compiler.is_compiling() and (
             type(down) is nn.Linear
             and down.bias is None
             and "forward" not in vars(down)

@@ -119,11 +119,14 @@ class SpeculativeConfig:
         "the draws of the run. Tokens are the same as without, in exact mode to the bit; it pays where few "
         "rows are left and texts repeat.",
     )
-    num_draft_tokens: int = key(8, "Most tokens that are drafted for a row in one pass.", minimum=1)
+    num_draft_tokens: int = key(
+        8, "Most tokens that are drafted for a row in one pass.", read_by(".enable"), minimum=1
+    )
     max_tokens: int | None = key(
         None,
         "Drafts are added to passes of up to so many tokens, one of each row included; null: to passes of "
         "any size, as long as a drafted token is right more often than it costs.",
+        read_by(".enable"),
         minimum=1,
     )
 

@@ -48,6 +48,8 @@ def test_words_become_settings() -> None:
     assert (made.model, made.name, made.devices) == ("models/my-model", "my-model", ("cuda:0", "cuda:1"))
     assert made.limits.deadline_s is None and made.limits.max_body_bytes == 2**19
     assert settings(ExitStack(), "org/name", "--device", "cpu", "--served-model-name", "x").name == "x"
+    assert settings(ExitStack(), "org/name", "--device", "cpu", "--speculate").speculate
+    assert not made.speculate
 
 
 def test_a_checkpoint_is_made_a_folder_first(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,12 +24,18 @@ from test_native_parameters import (  # noqa: F401
 from test_native_routes import test_routes_are_those_of_training_at_no_extra_pass  # noqa: F401
 from test_native_stop_texts import test_responses_end_at_their_stop_texts  # noqa: F401
 
+from hybridflow.config.actor_rollout_ref import RolloutConfig, SpeculativeConfig
+from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.models.exact_mode import ExactMode
+from hybridflow.models.tiny import create_tiny_model
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, RolloutStats, SamplingParams
+from hybridflow.rollout.build import build_rollout_engine
 from hybridflow.rollout.native import drafts
 from hybridflow.rollout.native.drafts import Drafter, DraftSettings, DraftSource
 from hybridflow.rollout.native.engine import NativeEngine
+from hybridflow.rollout.server import build as server_build
+from hybridflow.rollout.server.build import ServeSettings
 
 SETTINGS = DraftSettings(num_draft_tokens=6, max_tokens=64)
 
@@ -205,6 +212,22 @@ def test_what_is_seldom_right_is_seldom_drafted(monkeypatch: pytest.MonkeyPatch)
     run(engine, [GenerationRequest(0, Prompt((5, 6, 7)), sampling, 0)])
     assert engine.stats.accepted_draft_tokens == 0
     assert 0 < engine.stats.draft_tokens < 40, "tried at first, and again now and then"
+
+
+def test_keys_and_the_servers_option_reach_the_engine(tmp_path: Path) -> None:
+    keys = SpeculativeConfig(enable=True, num_draft_tokens=3, max_tokens=9)
+    policy = tiny_engine().policy
+    drafted = [
+        build_rollout_engine(RolloutConfig(speculative=one), policy, [EOS]).drafts  # type: ignore[attr-defined]
+        for one in (keys, SpeculativeConfig())
+    ]
+    assert drafted == [DraftSettings(3, 9), None]
+    model = create_tiny_model(tmp_path / "tiny", hidden=32, intermediate=64, heads=2, kv_heads=1)
+    tokenizer = load_tokenizer(model)
+    for speculate in (True, False):
+        settings = ServeSettings(str(model), "tiny", speculate=speculate)
+        engine = server_build._engine(settings, "cpu", [EOS], tokenizer)
+        assert (engine.drafts == DraftSettings()) == speculate
 
 
 def test_sources_go_with_their_rows() -> None:

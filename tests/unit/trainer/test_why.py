@@ -21,7 +21,7 @@ from hybridflow.planner.costs import StepRows
 from hybridflow.planner.model_shape import shape_of
 from hybridflow.trainer.ppo import run_plan
 from hybridflow.trainer.ppo.run_plan import Forecaster, PhaseSeconds
-from hybridflow.trainer.why import run_times
+from hybridflow.trainer.why import findings, run_times
 from hybridflow.trainer.why.findings import found_in, held, waits_written
 from hybridflow.trainer.why.rules import RULES, Wait, waits_of
 from hybridflow.trainer.why.run_times import RunTimes
@@ -338,3 +338,14 @@ def test_a_run_writes_its_waits_for_its_page(folder: Path) -> None:
     with waits_written(run.config, folder):
         pass
     assert not (folder / "waits.json").exists(), "those of an earlier run are not its own"
+
+
+def test_no_error_of_the_waits_ends_a_run(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(run: RunTimes) -> dict[str, Any]:
+        raise TypeError("a rule that is wrong")
+
+    config = RunTimes.read(folder).config
+    monkeypatch.setattr(findings, "found_in", broken)
+    with waits_written(config, folder):
+        pass
+    assert not (folder / "waits.json").exists()

@@ -39,8 +39,8 @@ COST_ON_CPU = 0.05
 about four times as long as one (`benchmarks/results/speculation.md`).
 """
 COST_ON_ACCELERATORS = 0.004
-"""The same, for weights in half precision: a GPU reads them in the time in which it multiplies about 250
-tokens by them.
+"""The same, for weights in half precision, by the data sheets of GPUs and not measured: one reads them in the
+time in which it multiplies about 250 tokens by them.
 """
 
 NGram = tuple[int, ...]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -47,9 +47,18 @@ def waits_written(config: PPOConfig, run: Path) -> Iterator[None]:
         try:
             text = json.dumps(found_in(RunTimes.of(config, run)))
             (run / WAITS_FILE).write_text(text + "\n", encoding="utf-8")
-        except (HybridFlowError, OSError, ArithmeticError, ValueError) as error:
-            (run / WAITS_FILE).unlink(missing_ok=True)
-            logger.info("the page of the run says nothing of its waits: %s", error)
+        except HybridFlowError as error:
+            _without_waits(run, error)
+        except Exception as error:  # whatever is wrong here is no reason for a run to fail
+            _without_waits(run, error)
+            logger.warning("the waits of the run could not be found", exc_info=True)
+
+
+def _without_waits(run: Path, error: Exception) -> None:
+    """Leave the page of a run without waits, and say why."""
+    logger.info("the page of the run says nothing of its waits: %s", error)
+    with suppress(OSError):
+        (run / WAITS_FILE).unlink(missing_ok=True)
 
 
 @dataclass(frozen=True)

@@ -172,7 +172,7 @@ def measure(
             lengths = kit.lengths_of(rows, pattern)
             question = {"prompts": prompts, "lengths": lengths}
             answers = kit.in_turn(
-                {name: partial(side.spec, question) for name, side in sides.items()}, rounds, warm_up=1
+                {name: partial(side.ask, question) for name, side in sides.items()}, rounds, warm_up=1
             )
             case = {
                 "model": model.name,

@@ -323,7 +323,7 @@ def measure(options: argparse.Namespace, pattern: str, threads: int) -> dict[str
                 if "impossible" in process.first
             }
             steps = kit.in_turn(
-                {side: process.spec for side, process in sides.items() if side not in impossible},
+                {side: process.ask for side, process in sides.items() if side not in impossible},
                 rounds,
                 warm_up=1 if options.quick else 2,
             )

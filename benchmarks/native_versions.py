@@ -136,7 +136,7 @@ def measure(
         # the first generation, whose operations are counted, is also the warm-up
         details = {name: side.ask({"lengths": lengths, "detail": True}) for name, side in sides.items()}
         question = {"lengths": lengths, "detail": False}
-        asks = {name: partial(side.spec, question) for name, side in sides.items()}
+        asks = {name: partial(side.ask, question) for name, side in sides.items()}
         case: dict[str, Any] = {"model": model, "threads": threads, "rows": rows, "lengths": pattern}
         case["tokens"] = sum(lengths)
         case["answers"] = kit.in_turn(asks, options.rounds, warm_up=0)

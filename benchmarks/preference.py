@@ -203,7 +203,7 @@ def against_trl(threads: int) -> dict[str, Any]:
             for side in ("ours", "trl")
         }
         with kit.open_sides(commands, threads) as sides:
-            steps = kit.in_turn({side: process.spec for side, process in sides.items()}, STEPS, warm_up=0)
+            steps = kit.in_turn({side: process.ask for side, process in sides.items()}, STEPS, warm_up=0)
             baselines = {side: process.first["baseline"] for side, process in sides.items()}
     return {
         side: {

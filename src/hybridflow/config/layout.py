@@ -169,6 +169,33 @@ def pool_sizes(trainer: TrainerConfig, role: str) -> list[int]:
     return [max(1, sum(trainer.resource_pools.get(pool, []))) for pool in _pools_of(trainer, role)]
 
 
+def inexact_ranks(config: PPOConfig) -> str | None:
+    """Return the reason the run's ranks cannot generate and train a row with the same bits, or None.
+
+    Ranks that share weights gather them whole before they compute, and the sum of two ranks' parts is the
+    same in either order.
+    """
+    processes = sum(pool_sizes(config.trainer, "actor"))
+    fsdp, sequence, _ = engine_keys(config, "actor")
+    width = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    key = f"actor_rollout_ref.rollout.tensor_model_parallel_size={width}"
+    if (fsdp.pipeline_parallel_size, sequence, fsdp.expert_parallel_size) != (1, 1, 1):
+        return (
+            f"the actor's {processes} processes share the layers, the tokens or the experts of a row: let "
+            "them share weights only"
+        )
+    if fsdp.tensor_parallel_size != width:
+        return (
+            f"{key} and {ACTOR}.fsdp_config.tensor_parallel_size={fsdp.tensor_parallel_size} add products up "
+            "from other parts: set both to 1, or both to 2"
+        )
+    if width > 2:
+        return f"{key}: more than two ranks add up in an order that depends on how much it is: set it to 2"
+    if width > 1 and not share_a_pool(config.trainer, "rollout", "actor"):
+        return f"{key} in processes of their own have no whole weights to compare: share the actor's pool"
+    return None
+
+
 def share_a_pool(trainer: TrainerConfig, role: str, other: str) -> bool:
     """Return whether two roles have a pool in common, so that they share processes."""
     if not trainer.resource_pools:

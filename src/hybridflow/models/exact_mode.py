@@ -6,15 +6,16 @@
 A matrix product gives each row the same bits whatever other rows are computed with it, as long as no other
 kernel is chosen for the shape. Therefore both sides use one attention that is written out (the fused kernels
 are not the same for one query and for many), with the query heads of a key-value head folded into the rows,
-never fewer rows than the kernels need, and sums over few enough keys that no library cuts them. How much
-padding that takes differs from machine to machine: `ExactMode` has the amount, and the self-check of the
-rollout engine tests whether it holds.
+never fewer rows than the kernels need, and sums over few enough keys that no library cuts them; where
+several threads cut the sums of wide dense layers, these are added up in parts too. How much of that it takes
+differs from machine to machine: `ExactMode` has the amount, and the self-check of the rollout engine tests
+whether it holds.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +26,9 @@ from hybridflow.models.attention.scores import Scores
 
 MIN_ROWS = 16
 """Least number of rows of a dense layer; below it, matrix libraries choose other kernels."""
-MANY_ROWS = 192
-"""Least number of rows where 16 do not suffice: with AVX-512 and two threads, sums over a thousand numbers
-are cut at another place up to 175 rows.
+SUM_STEP = 768
+"""Numbers that a dense layer sums in one product where longer sums are cut at places that depend on the
+number of rows: with AVX-512 and two threads products of fewer than 257 rows, over 896 numbers and more.
 """
 MIN_QUERIES = 8
 """Rows of the products inside attention that suffice everywhere; many machines need half of them."""
@@ -35,7 +36,7 @@ KEY_BLOCK = 128
 """Keys whose values are added up in one product; libraries cut longer sums at places that they choose."""
 THRIFTY_KEYS = 32
 TRIED_ROWS = (1, 32, 64, 128, 192, 320)
-"""Numbers of rows that `uneven_layer` tries, before padding; libraries cut sums in other ways below 200."""
+"""Numbers of rows that `uneven_layer` tries, before padding; libraries cut sums in other ways below 300."""
 VECTOR = 32
 """Count of numbers that the widest vectorised loop takes at a time: two vectors of 512 bits in float32."""
 
@@ -50,7 +51,8 @@ class ExactMode:
     """Rows of every dense layer are padded to a multiple of this, and to `min_rows` in any case."""
     min_queries: int = MIN_QUERIES
     """Rows of the products inside attention where `row_step` is 1; else multiples of MIN_QUERIES."""
-    min_rows: int = MIN_ROWS
+    sum_step: int = 0
+    """Most numbers that a dense layer sums in one product; 0: all at once."""
 
     @classmethod
     def choices(cls, module: nn.Module, longest: int) -> list[ExactMode]:
@@ -60,7 +62,8 @@ class ExactMode:
         modes = [cls(THRIFTY_KEYS, step), cls(common, step), cls(common, math.lcm(step, 32))]
         if step == 1:
             modes.insert(0, cls(THRIFTY_KEYS, 1, MIN_QUERIES // 2))
-        modes += [cls(keys, math.lcm(step, 32), min_rows=MANY_ROWS) for keys in (THRIFTY_KEYS, common)]
+        if any(layer.in_features > SUM_STEP for layer in module.modules() if type(layer) is nn.Linear):
+            modes += [replace(mode, sum_step=SUM_STEP) for mode in modes]
         return list(dict.fromkeys(modes))
 
     def joined(self, other: ExactMode) -> ExactMode:
@@ -69,12 +72,12 @@ class ExactMode:
             max(self.key_step, other.key_step),
             math.lcm(self.row_step, other.row_step),
             max(self.min_queries, other.min_queries),
-            max(self.min_rows, other.min_rows),
+            max(self.sum_step, other.sum_step),
         )
 
     def num_rows(self, real: int) -> int:
         """Return the number of rows that a dense layer gets for `real` rows."""
-        return max(self.min_rows, -(-real // self.row_step) * self.row_step)
+        return max(MIN_ROWS, -(-real // self.row_step) * self.row_step)
 
     def num_keys(self, real: int) -> int:
         """Return the number of keys that attention gets for `real` keys; slots have this capacity."""
@@ -83,7 +86,26 @@ class ExactMode:
     @property
     def chunk_step(self) -> int:
         """Number of rows of which the log-prob head takes a multiple at a time, so that no chunk has few."""
-        return max(self.min_rows, self.row_step)
+        return max(MIN_ROWS, self.row_step)
+
+    def product(self, states: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        """Return states [..., K] · weightᵀ [K, N] + bias, in parts of about equal length where K is large."""
+        width = weight.shape[1]
+        if not self.sum_step or width <= self.sum_step:
+            return linear(states, weight, bias)
+        step = -(-width // -(-width // self.sum_step) // VECTOR) * VECTOR
+        out = linear(states[..., :step], weight[:, :step], bias)
+        for start in range(step, width, step):
+            part = slice(start, start + step)
+            out = out.add_(linear(states[..., part], weight[:, part]))
+        return out
+
+    def split_sums(self, module: nn.Module) -> None:
+        """Let the dense layers in `module` that sum more than `sum_step` numbers compute by `product`."""
+        for layer in module.modules():
+            if self.sum_step and type(layer) is nn.Linear and layer.in_features > self.sum_step:
+                layer.__class__ = SplitLinear
+                layer.exact_mode = self  # type: ignore[assignment]
 
     def pad_tokens(
         self, input_ids: Tensor, position_ids: Tensor, layout: Layout
@@ -153,6 +175,24 @@ class ExactMode:
         return torch.cat([sinks, raw + hidden], dim=-1).softmax(-1)[..., 1:]
 
 
+class SplitLinear(nn.Linear):
+    """A dense layer whose sums exact mode adds up in parts."""
+
+    exact_mode: ExactMode
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Project states [..., K] to [..., N]."""
+        return self.exact_mode.product(input, self.weight, self.bias)
+
+
+def join_sums(module: nn.Module) -> None:
+    """Let all dense layers in `module` sum at once again."""
+    for layer in module.modules():
+        if type(layer) is SplitLinear:
+            layer.__class__ = nn.Linear
+            del layer.exact_mode
+
+
 def even_rows(module: nn.Module, num_threads: int | None = None) -> int:
     """Return the step of rows with which activations (SiLU, GELU) get whole vectors in every thread.
 
@@ -178,9 +218,10 @@ def uneven_layer(module: nn.Module, mode: ExactMode) -> str | None:
     most = fewer.pop()
     for (num_outputs, num_inputs), layer in layers.items():
         states = torch.sin(torch.arange(most * num_inputs, dtype=torch.float32)).view(1, most, num_inputs)
-        together = linear(states, layer.weight, layer.bias)
+        together = mode.product(states, layer.weight, layer.bias)
         for rows in fewer:
-            if not torch.equal(linear(states[:, :rows], layer.weight, layer.bias), together[:, :rows]):
+            found = mode.product(states[:, :rows], layer.weight, layer.bias)
+            if not torch.equal(found, together[:, :rows]):
                 return (
                     f"a dense layer {num_inputs} -> {num_outputs} gives other bits to {rows} and {most} rows"
                 )

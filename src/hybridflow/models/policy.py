@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import linear
 from transformers import AttentionInterface
 
 from hybridflow.distributed.shards import Box, bit_sum
@@ -20,13 +21,13 @@ from hybridflow.errors import ModelError
 from hybridflow.models.attention.layouts import ATTENTION_NAME, Layout, PackedLayout, attention
 from hybridflow.models.attention.rope import check_lengths, rotate_rows_alone
 from hybridflow.models.attention.shared_tokens import SharedTokens
-from hybridflow.models.exact_mode import ExactMode
+from hybridflow.models.exact_mode import ExactMode, join_sums
 from hybridflow.models.experts.layers import ExactExperts
 from hybridflow.models.experts.routing import RouteTape, Routing
 from hybridflow.models.flat_decoder import Decoder, choose_decoder
 from hybridflow.models.float64 import compute_in_float64
 from hybridflow.models.heads.full_kl import HeadInputs, full_kl
-from hybridflow.models.heads.log_probs import LogitTransform, TokenOutputs, token_log_probs
+from hybridflow.models.heads.log_probs import LogitTransform, Product, TokenOutputs, token_log_probs
 from hybridflow.models.lean_backward import keep_gates_lean
 from hybridflow.models.norms import join_norms
 from hybridflow.models.parallel.sequence_parallel import SequenceCut
@@ -91,6 +92,9 @@ class PolicyModel(nn.Module):
     @exact.setter
     def exact(self, mode: ExactMode | None) -> None:
         self._exact = mode
+        join_sums(self.hf)
+        if mode is not None:
+            mode.split_sums(self.hf)
         self._experts.switch(mode)
 
     @property
@@ -175,10 +179,12 @@ class PolicyModel(nn.Module):
             inputs = HeadInputs(states, head.weight, head.bias, self.transform)
             kl = full_kl(inputs, self.reference(packed), temperature)
         chunk_step = 1
+        product: Product = linear
         if self.exact is not None:
             states = self.exact.pad_rows(states)
             targets = self.exact.pad_rows(targets)
             chunk_step = self.exact.chunk_step
+            product = self.exact.product
         outputs = token_log_probs(
             states,
             head.weight,
@@ -191,6 +197,7 @@ class PolicyModel(nn.Module):
             logit_scale=self.transform.scale,
             forbidden=self.transform.forbidden,
             chunk_step=chunk_step,
+            product=product,
         )
         if self.exact is not None:
             outputs = outputs.first(packed.targets.shape[0])

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from hybridflow.distributed.process_group import ReplicaRanks
 from hybridflow.models.attention.rope import longest_generated
-from hybridflow.models.exact_mode import MIN_ROWS, ExactMode, uneven_layer
+from hybridflow.models.exact_mode import ExactMode, uneven_layer
 from hybridflow.models.files.probe import varied_tokens
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.vision import Vision
@@ -27,6 +28,9 @@ SMALL_MODEL = 20_000_000
 """Parameters up to which the check takes all its rows and compositions. For a larger model, of which a pass
 takes a second, it takes half the rows, short answers, and one composition of each row in training.
 """
+
+
+ALONE = ReplicaRanks()
 
 
 @dataclass(frozen=True)
@@ -45,12 +49,17 @@ class Mismatch:
 
 
 def choose_exact_mode(
-    engine: RolloutEngine, policy: PolicyModel, *, longest: int, temperature: float, many_rows: bool = True
+    engine: RolloutEngine,
+    policy: PolicyModel,
+    *,
+    longest: int,
+    temperature: float,
+    ranks: ReplicaRanks = ALONE,
 ) -> ExactMode | str:
     """Return the cheapest mode in which this awake engine and this module agree to the bit, or why none does.
 
-    `longest`: tokens of the longest row of the run. Without `many_rows` no mode is tried that pads dense
-    layers to more than MIN_ROWS. The policy is left as it was: the caller switches it.
+    `longest`: tokens of the longest row of the run; `ranks`: those that generate together, which all call
+    this. The policy is left as it was: the caller switches it.
     """
     refusal = why_never_exact(policy)
     if refusal is not None:
@@ -59,11 +68,11 @@ def choose_exact_mode(
     found: Mismatch | str | None = None
     try:
         for mode in ExactMode.choices(policy.text, longest):
-            if mode.min_rows > MIN_ROWS and not many_rows:
-                continue
             policy.exact = mode
             found = uneven_layer(policy.text, mode)
-            if found is None:
+            if not ranks.smallest(int(found is None)):  # a rank has slices of its own
+                found = found or "a dense layer of another rank depends on the number of rows"
+            else:
                 found = self_check(engine, policy, longest=longest, temperature=temperature)
             if found is None:
                 return mode
@@ -159,9 +168,11 @@ def _requests(policy: PolicyModel, longest: int, temperature: float) -> list[Gen
     vocabulary = policy.head.weight.shape[0]
     positions = longest_generated(policy.config) or longest
     room = max(2, min(longest, positions))
+    lengths = (1, 7, room // 3, 16, room // 2, room // 5, room // 4, room)
     num_prompts = 8
     spread = 3
     if _is_small(policy):
+        lengths = (1, 7, room // 3, 16, room // 2, 3 * room // 4, room // 4, room)
         num_prompts = 16
         spread = 10
     num_rows = 3 * num_prompts // 2
@@ -169,7 +180,7 @@ def _requests(policy: PolicyModel, longest: int, temperature: float) -> list[Gen
     requests = []
     for row, answer in enumerate(answers):
         prompt = row % num_prompts
-        wanted = (1, 7, room // 3, 16, room // 2, 3 * room // 4, room // 4, room)[prompt % 8] + prompt // 8
+        wanted = lengths[prompt % 8] + prompt // 8
         length = max(1, min(wanted, room - max(answers)))
         ids = tuple(varied_tokens(prompt, length, vocabulary))
         sampling = SamplingParams(max_tokens=answer, temperature=temperature, ignore_eos=True)

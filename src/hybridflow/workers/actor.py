@@ -6,6 +6,7 @@ from hybridflow.algorithms.aggregation import LossScale, masked_sum
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.needs import wants_full_kl
 from hybridflow.controller import Dispatch, register
+from hybridflow.distributed.shards import Box, bit_sum
 from hybridflow.engines import BatchLimits, OutputSpec, TrainEngine
 from hybridflow.models.exact_mode import ExactMode
 from hybridflow.observability.metrics import Metrics
@@ -125,9 +126,12 @@ class ActorWorker(StatefulWorker):
         return self.engine.train_mini_batch(batch, spec, loss, self.limits)
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
-    def weight_sums(self) -> dict[str, int]:
-        """Return checksums of the current weights, by name."""
-        return self.engine.policy.weight_sums()
+    def weight_sums(self) -> dict[str, tuple[Box, int]]:
+        """Return the part of each of the current weights that this rank holds, with its checksum, by name."""
+        return {
+            held.name: (held.box, int(bit_sum(held.tensor.to(held.compute_dtype), held.box)))
+            for held in self.engine.held_weights()
+        }
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def set_exact(self, mode: ExactMode | None) -> None:

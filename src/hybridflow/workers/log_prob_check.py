@@ -22,6 +22,7 @@ from torch import Tensor
 from hybridflow.algorithms.aggregation import masked_sum
 from hybridflow.algorithms.rollout_correction import Bounds
 from hybridflow.algorithms.staleness import mismatch_by_staleness
+from hybridflow.distributed.shards import Box
 from hybridflow.errors import TrainingError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
@@ -92,19 +93,22 @@ def check_same(rows: DataProto, rollout: Tensor, trained: Tensor, *, step: int, 
     )
 
 
-def check_same_weights(actor: dict[str, int], replicas: Sequence[dict[str, int]], step: int) -> None:
+def check_same_weights(
+    actor: Sequence[Mapping[str, tuple[Box, int]]], replicas: Sequence[Mapping[str, int]], step: int
+) -> None:
     """Raise TrainingError where a replica has generated with other weights than the actor's, by checksums.
 
-    Checksums see every bit of a weight. Log-probs would miss its lowest bits, as far as they are rounded
-    away.
+    `actor` has the part of each weight that each of its ranks holds; equal parts are copies. Checksums see
+    every bit of a weight. Log-probs would miss its lowest bits, as far as they are rounded away.
     """
-    for rank, sums in enumerate(replicas):
-        for name, ours in actor.items():
-            if sums.get(name) != ours:
+    for name in actor[0]:
+        ours = sum(dict(rank[name] for rank in actor).values()) % 2**64
+        for rank, sums in enumerate(replicas):
+            if sums.get(name, 0) % 2**64 != ours:
                 raise TrainingError(
                     f"exact mode, step {step}: rollout rank {rank} has generated with another "
                     f"{name.removeprefix('hf.')} than the trainer "
-                    f"holds (checksum {sums.get(name, 0) % 2**64:016x}, wanted {ours % 2**64:016x}). Its "
+                    f"holds (checksum {sums.get(name, 0) % 2**64:016x}, wanted {ours:016x}). Its "
                     "weights were the trainer's when "
                     "they arrived, so something has written to them since. Nothing was learned from this step"
                 )

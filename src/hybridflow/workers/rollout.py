@@ -290,7 +290,7 @@ class RolloutWorker(Worker):
             self._outbox(kind, self._openings.get(kind, 0)).put(error)
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
-    def choose_exact(self, *, longest: int, temperature: float, many_rows: bool) -> ExactMode | str:
+    def choose_exact(self, *, longest: int, temperature: float) -> ExactMode | str:
         """Return the cheapest mode in which generation and training agree to the bit on this rank, or why
         there is none; see `choose_exact_mode`.
         """
@@ -299,11 +299,7 @@ class RolloutWorker(Worker):
         try:
             self.engine.wake_up()
             return choose_exact_mode(
-                self.engine,
-                self.engine.policy,
-                longest=longest,
-                temperature=temperature,
-                many_rows=many_rows,
+                self.engine, self.engine.policy, longest=longest, temperature=temperature, ranks=self.ranks
             )
         finally:
             self.engine.sleep()

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import pytest
 import torch
 import zoo
 
 from hybridflow.models.attention.scores import Scores
-from hybridflow.models.exact_mode import ExactMode, even_rows, uneven_layer
+from hybridflow.models.exact_mode import SUM_STEP, ExactMode, SplitLinear, even_rows, uneven_layer
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows, pack
@@ -238,14 +239,49 @@ def test_sums_over_many_numbers_hold_with_two_threads(two_threads: None) -> None
     assert isinstance(choose_exact_mode(engine, policy, longest=79, temperature=1.0), ExactMode)
 
 
-def test_the_last_modes_pad_to_many_rows() -> None:
-    *_, thrifty, safest = ExactMode.choices(torch.nn.Linear(8, 48), 100)
-    assert [(mode.key_step, mode.num_rows(1), mode.chunk_step) for mode in (thrifty, safest)] == [
-        (32, 192, 192),
-        (128, 192, 192),
-    ]
-    assert safest.num_rows(193) == 224
-    assert thrifty.joined(ExactMode(128)).min_rows == ExactMode(128).joined(safest).min_rows == 192
+def test_the_last_modes_split_the_sums_of_wide_layers() -> None:
+    whole = ExactMode.choices(torch.nn.Linear(SUM_STEP, 48), 100)
+    assert {mode.sum_step for mode in whole} == {0}
+    choices = ExactMode.choices(torch.nn.Linear(SUM_STEP + 1, 48), 100)
+    assert choices[: len(whole)] == whole
+    assert choices[len(whole) :] == [replace(mode, sum_step=SUM_STEP) for mode in whole]
+    assert (
+        choices[-1].joined(ExactMode(128)).sum_step == ExactMode(128).joined(choices[-1]).sum_step == SUM_STEP
+    )
+
+
+@pytest.mark.parametrize(("width", "parts"), [(768, 1), (896, 2), (2048, 3), (1537, 3)])
+def test_split_sums_are_the_products_of_parts(
+    monkeypatch: pytest.MonkeyPatch, width: int, parts: int
+) -> None:
+    widths: list[int] = []
+    linear = torch.nn.functional.linear
+
+    def seen(states: torch.Tensor, *layer: torch.Tensor) -> torch.Tensor:
+        widths.append(states.shape[-1])
+        return linear(states, *layer)
+
+    monkeypatch.setattr("hybridflow.models.exact_mode.linear", seen)
+    draw = torch.Generator().manual_seed(0)
+    states, weight, bias = (torch.randn(*size, generator=draw) for size in ((2, 3, width), (5, width), (5,)))
+    found = ExactMode(32, sum_step=SUM_STEP).product(states.requires_grad_(), weight, bias)
+    torch.testing.assert_close(found, linear(states, weight, bias), rtol=1e-4, atol=1e-4)
+    grad, wanted = (
+        torch.autograd.grad(x.square().sum(), states)[0] for x in (found, linear(states, weight, bias))
+    )
+    torch.testing.assert_close(grad, wanted, rtol=1e-3, atol=1e-3)
+    assert len(widths) == parts and sum(widths) == width and max(widths) <= SUM_STEP
+    assert max(widths) % 32 == 0 or parts == 1
+
+
+def test_exact_mode_splits_the_layers_of_a_model_and_joins_them_again() -> None:
+    policy = PolicyModel(zoo.tiny_hf("llama", intermediate_size=1024))
+    policy.exact = ExactMode(32, sum_step=SUM_STEP)
+    split = [name for name, layer in policy.named_modules() if isinstance(layer, SplitLinear)]
+    assert split and all(name.endswith("down_proj") for name in split)
+    policy.exact = None
+    assert not any(isinstance(layer, SplitLinear) for layer in policy.modules())
+    assert not any("exact_mode" in vars(layer) for layer in policy.modules())
 
 
 def test_a_dense_layer_whose_rows_depend_on_their_number_refuses_a_mode(
@@ -262,15 +298,12 @@ def test_a_dense_layer_whose_rows_depend_on_their_number_refuses_a_mode(
     monkeypatch.setattr("hybridflow.models.exact_mode.linear", cut)
     found = uneven_layer(policy.text, ExactMode(32))
     assert found is not None and "16 and 320 rows" in found
-    assert uneven_layer(policy.text, ExactMode(32, min_rows=192)) is None
     checked = []
     monkeypatch.setattr("hybridflow.rollout.self_check.self_check", lambda *_, **__: checked.append(1))
     engine = NativeEngine(policy, eos_token_ids=(2,))
-    mode = choose_exact_mode(engine, policy, longest=100, temperature=1.0)
-    assert isinstance(mode, ExactMode) and mode.min_rows == 192
-    assert checked == [1], "no row is generated to check a mode that a layer refuses"
-    reason = choose_exact_mode(engine, policy, longest=100, temperature=1.0, many_rows=False)
-    assert isinstance(reason, str) and "a dense layer" in reason and checked == [1]
+    reason = choose_exact_mode(engine, policy, longest=100, temperature=1.0)
+    assert isinstance(reason, str) and "a dense layer" in reason
+    assert not checked, "no row is generated to check a mode that a layer refuses"
 
 
 @pytest.mark.parametrize("small", [True, False])

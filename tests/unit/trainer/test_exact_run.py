@@ -15,7 +15,6 @@ from tiny_trainer import actor_module, build, ppo_config
 from torch import Tensor
 
 from hybridflow.errors import ConfigError, TrainingError
-from hybridflow.models.exact_mode import ExactMode
 from hybridflow.models.policy import PolicyModel
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.trackers.jsonl import read_metrics
@@ -269,18 +268,6 @@ def test_auto_is_fast_where_no_pass_would_be_saved(model: Path, tmp_path: Path) 
     keys = ("algorithm.adv_estimator=optimal_token_baseline", f"{ROLLOUT}.exact=auto")
     with build(ppo_config(model, tmp_path / "run", *GRPO, *keys)) as trainer:
         assert actor_module(trainer).exact is None
-
-
-@pytest.mark.parametrize(("exact", "taken"), [("auto", False), ("true", True)])
-def test_auto_takes_no_mode_whose_padding_costs_more_than_the_pass(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, exact: str, taken: bool
-) -> None:
-    monkeypatch.setattr(
-        "hybridflow.workers.rollout.choose_exact_mode",
-        lambda *arguments, many_rows, **asked: ExactMode(32, 32, min_rows=192) if many_rows else "it differs",
-    )
-    with build(ppo_config(model, tmp_path / "run", *GRPO, f"{ROLLOUT}.exact={exact}")) as trainer:
-        assert (actor_module(trainer).exact is not None) is taken
 
 
 def test_fast_mode_saves_the_pass_where_the_rows_it_checks_are_close(

@@ -11,7 +11,7 @@ from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.config.checks.algorithm import uncorrected
 from hybridflow.config.checks.paths import plugin_problem
 from hybridflow.config.engine_features import ENGINES, KEY, NATIVE_KINDS, TABLE
-from hybridflow.config.layout import mix_pools, pool_sizes, share_a_pool
+from hybridflow.config.layout import inexact_ranks, mix_pools, pool_sizes, share_a_pool
 from hybridflow.config.needs import estimator_facts, may_use_agents, replayed_steps, uses_agents
 from hybridflow.config.paths import local
 from hybridflow.config.root import PPOConfig
@@ -41,11 +41,8 @@ def rollout_problems(config: PPOConfig) -> Iterator[str]:
         yield (
             f"{ROLLOUT}.stop={rollout.stop} holds an empty text, which would end every response: leave it out"
         )
-    if rollout.exact is True and (processes := sum(pool_sizes(config.trainer, "actor"))) > 1:
-        yield (
-            f"{ROLLOUT}.exact=true with an actor on {processes} processes, which compute with parts of the "
-            f"model: give it one (trainer.placement.actor), or leave {ROLLOUT}.exact out"
-        )
+    if rollout.exact is True and (reason := inexact_ranks(config)):
+        yield f"{ROLLOUT}.exact=true cannot hold: {reason}, or leave {ROLLOUT}.exact out"
     if not rollout.recompute_kv_after_update and share_a_pool(config.trainer, "rollout", "actor"):
         yield (
             f"{ROLLOUT}.recompute_kv_after_update=false where rollout and actor share devices, whose memory "

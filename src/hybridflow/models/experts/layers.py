@@ -150,4 +150,6 @@ def _product(experts: Any, name: str, expert: int, states: Tensor) -> Tensor:
         product: Tensor = quantized[expert].linear(states, bias)
         return product
     weight = getattr(experts, name)[expert]
-    return linear(states, weight.T if experts.is_transposed else weight, bias)
+    mode: ExactMode | None = getattr(experts, "exact_mode", None)
+    compute = linear if mode is None else mode.product
+    return compute(states, weight.T if experts.is_transposed else weight, bias)

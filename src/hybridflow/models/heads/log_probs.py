@@ -7,6 +7,7 @@ many chunks as `KEPT_BYTES` allow, and computes the others again, to the same bi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,6 +17,9 @@ from torch.nn.functional import linear
 
 from hybridflow.distributed.accelerators import KEPT_BYTES, features
 from hybridflow.models.heads.joined_head import LOWEST, JoinedHead, joined_head
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""A function of states [..., K], weight [N, K] and bias [N] or None, to [..., N]."""
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -105,6 +109,7 @@ def token_log_probs(
     forbidden: tuple[int, ...] = (),
     chunk_bytes: int | None = None,
     chunk_step: int = 1,
+    product: Product = linear,
 ) -> TokenOutputs:
     """Return the log-prob of each target and, on request, entropy and Σπ² of the distribution.
 
@@ -112,7 +117,7 @@ def token_log_probs(
     with z = hidden·weightᵀ + bias after `LogitTransform`. Gradients flow from log-probs and entropy, not from
     Σπ². A logit of -inf has probability 0 and adds nothing. A chunk of tokens holds at most `chunk_bytes` of
     logits (by default what the table of accelerators says), as a multiple of `chunk_step` tokens, and at
-    least `chunk_step` tokens.
+    least `chunk_step` tokens. `product` computes hidden·weightᵀ + bias.
     """
     assert temperature > 0, f"temperature {temperature} must be above 0"
     assert hidden.dim() == 2 and targets.shape == hidden.shape[:1], (
@@ -130,7 +135,7 @@ def token_log_probs(
     if chunk_step == 1 and not forbidden:  # exact mode wants the bits of the plain operations
         joined = joined_head(hidden.device, hidden.dtype)
     log_probs, entropy, squares = _TokenLogProbs.apply(
-        hidden, weight, bias, targets, temperature, wanted, transform, chunk, kept, joined
+        hidden, weight, bias, targets, temperature, wanted, transform, chunk, kept, joined, product
     )  # type: ignore[no-untyped-call]
     outputs = TokenOutputs(log_probs, None)
     if with_entropy:
@@ -164,6 +169,7 @@ class _TokenLogProbs(torch.autograd.Function):
         chunk: int,
         kept: int,
         joined: JoinedHead | None,
+        product: Product,
     ) -> tuple[Tensor, Tensor, Tensor]:
         with_entropy, with_squares = wanted
         kind = torch.promote_types(hidden.dtype, torch.float32)
@@ -175,7 +181,7 @@ class _TokenLogProbs(torch.autograd.Function):
         ctx.totals = {}
         for start in range(0, len(hidden), chunk):
             part = slice(start, start + chunk)
-            raw = linear(hidden[part], weight, bias)
+            raw = product(hidden[part], weight, bias)
             found = joined and joined.outputs(
                 raw, targets[part], float(temperature), transform.scale, transform.softcap, *wanted
             )
@@ -202,13 +208,13 @@ class _TokenLogProbs(torch.autograd.Function):
                     entropy[part] = -(p * _bounded_(log_p)).sum(-1)
         ctx.save_for_backward(hidden, weight, bias, targets, entropy)
         ctx.mark_non_differentiable(squares)
-        ctx.settings = (temperature, with_entropy, transform, chunk, joined)
+        ctx.settings = (temperature, with_entropy, transform, chunk, joined, product)
         return log_probs, entropy, squares
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, entropy = ctx.saved_tensors
-        temperature, with_entropy, transform, chunk, joined = ctx.settings
+        temperature, with_entropy, transform, chunk, joined, product = ctx.settings
         grad_log_probs, grad_entropy, _ = grads
         kind = grad_log_probs.dtype
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
@@ -226,7 +232,7 @@ class _TokenLogProbs(torch.autograd.Function):
             own = (grad_log_probs[part], grad_entropy[part] if with_entropy else None)
             grad: Tensor | None = None
             if total is not None:
-                kept = linear(hidden[part], weight, bias) if kept is None else kept
+                kept = product(hidden[part], weight, bias) if kept is None else kept
                 grad = joined.gradient(
                     kept,
                     targets[part],
@@ -239,7 +245,7 @@ class _TokenLogProbs(torch.autograd.Function):
                 )
             if grad is None:
                 if kept is None or total is not None:
-                    kept = transform(linear(hidden[part], weight, bias))
+                    kept = transform(product(hidden[part], weight, bias))
                 grad = _head_gradient(kept, targets[part], entropy[part], *own, temperature, transform)
             del kept  # the products need memory too
             if grad_bias is not None:
@@ -255,7 +261,7 @@ class _TokenLogProbs(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
-            *(None,) * 7,
+            *(None,) * 8,
         )
 
 

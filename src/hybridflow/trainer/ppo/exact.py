@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from functools import reduce
 
 from hybridflow.config import PPOConfig
+from hybridflow.config.layout import inexact_ranks
 from hybridflow.config.needs import longest_row
 from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.errors import ConfigError
-from hybridflow.models.exact_mode import MANY_ROWS, ExactMode
+from hybridflow.models.exact_mode import ExactMode
 from hybridflow.trainer.ppo.columns import find_estimator
 from hybridflow.trainer.roles.roles import Roles
 from hybridflow.workers import ActorWorker, RolloutWorker
@@ -74,13 +75,7 @@ def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
     impossible = no_batch_invariance(config, roles)
     if config.trainer.schedule not in EXACT_SCHEDULES:  # these want the kernels for the timing's sake
         impossible = impossible or no_reuse
-    by_choice = wanted == "auto" and config.trainer.schedule not in EXACT_SCHEDULES
-    chosen = impossible or _choose(config, roles, many_rows=not by_choice)
-    if by_choice and impossible is None and isinstance(chosen, str):
-        chosen += (
-            f". {KEY}=true also tries {MANY_ROWS} rows in each dense layer, which cost more than the pass "
-            "that they save, and one thread may do with fewer"
-        )
+    chosen = impossible or _choose(config, roles)
     if isinstance(chosen, str):
         if wanted is True:
             raise ConfigError(f"{KEY}=true cannot hold: {chosen}. Set {KEY}=auto or false")
@@ -120,15 +115,11 @@ def no_batch_invariance(config: PPOConfig, roles: Roles) -> str | None:
             f"actor_rollout_ref.rollout.name={rollout.name} has kernels of its own; only native "
             "generates with the module that trains"
         )
-    if roles.actor.world_size > 1:
-        return (
-            f"the actor is spread over {roles.actor.world_size} ranks, which compute with parts of the model"
-        )
-    if rollout.tensor_model_parallel_size > 1:
-        return (
-            f"actor_rollout_ref.rollout.tensor_model_parallel_size={rollout.tensor_model_parallel_size} "
-            "sums partial products"
-        )
+    reason = inexact_ranks(config)
+    if reason is not None:
+        return reason
+    if rollout.exact == "auto" and roles.actor.world_size > 1:
+        return f"the actor has {roles.actor.world_size} ranks: {KEY}=true tries it with several"
     if rollout.quantization is not None:
         return f"actor_rollout_ref.rollout.quantization={rollout.quantization} rounds the weights"
     if config.actor_rollout_ref.actor.use_prefix_grouper:
@@ -168,14 +159,11 @@ def _no_reuse(config: PPOConfig) -> str | None:
     return None
 
 
-def _choose(config: PPOConfig, roles: Roles, *, many_rows: bool) -> ExactMode | str:
+def _choose(config: PPOConfig, roles: Roles) -> ExactMode | str:
     """Return the mode that all replicas can hold, each by its own self-check, or the reason one cannot."""
     temperature = config.actor_rollout_ref.rollout.temperature
     found = roles.rollout.call_list(
-        RolloutWorker.choose_exact,
-        longest=longest_row(config)[0],
-        temperature=temperature,
-        many_rows=many_rows,
+        RolloutWorker.choose_exact, longest=longest_row(config)[0], temperature=temperature
     )
     for rank, mode in enumerate(found):
         if isinstance(mode, str):

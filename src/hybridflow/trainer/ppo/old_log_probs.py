@@ -94,10 +94,10 @@ class OldLogProbs:
             and current
             and not self.roles.are_colocated(self.actor.role, self.roles.rollout.role)
         ):
-            (ours,) = self.actor.call_list(ActorWorker.weight_sums)
+            parts = self.actor.call_list(ActorWorker.weight_sums)
             with self.roles.rollout.set_aside():
                 theirs = self.roles.rollout.call_list(RolloutWorker.weight_sums)
-            check_same_weights(ours, theirs, step)
+            check_same_weights(parts, theirs, step)
         reuses = (self.exact.reuses or self.within is not None) and not self.with_sum_pi_squared
         if reuses and current:
             agreed, found = self._agree(batch, self._rows_to_check(batch, plan, step), step, version)

@@ -90,6 +90,37 @@ def lean_norm(states: Tensor, weight: Tensor, eps: float) -> Tensor:
     return normed
 
 
+class Grafted:
+    """A forward pass that replaces the one of a class of transformers, which stands behind it."""
+
+    plain: type[nn.Module]
+    """That class."""
+    ours: type[Grafted]
+    """The class in front of it."""
+
+    @classmethod
+    def facts(cls, kind: Any) -> dict[str, Any]:
+        """Return the further attributes of a class that is made of this one and `kind`."""
+        return {}
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """The class has no name in a module: a copy is made of its two parts."""
+        reduced: Any = super().__reduce_ex__(protocol)
+        return (_empty, (self.ours, self.plain), *reduced[2:])
+
+
+@functools.cache
+def graft(ours: Any, kind: Any) -> Any:
+    """Return a class like `kind` of transformers, with the forward pass of `ours`."""
+    own = {"__module__": kind.__module__, "plain": kind, "ours": ours, **ours.facts(kind)}
+    return type(kind.__name__, (ours, kind), own)
+
+
+def _empty(ours: Any, kind: Any) -> Any:
+    made = graft(ours, kind)
+    return made.__new__(made)
+
+
 def keep_gates_lean(module: nn.Module) -> None:
     """Let the gated layers in a module compute by `LeanGated` where it has their bits."""
     for child in module.modules():
@@ -97,14 +128,12 @@ def keep_gates_lean(module: nn.Module) -> None:
         if issubclass(kind, LeanGatedLayer) or "forward" in vars(child):
             continue
         if _is_gated(kind) and _is_silu(child.act_fn):
-            child.__class__ = _lean_class(kind)
+            child.__class__ = graft(LeanGatedLayer, kind)
 
 
-class LeanGatedLayer:
-    """The forward pass of a gated layer by `LeanGated`; the class of transformers comes behind this one."""
+class LeanGatedLayer(Grafted):
+    """The forward pass of a gated layer by `LeanGated`."""
 
-    plain: type[nn.Module]
-    """That class."""
     gate_proj: nn.Module
     up_proj: nn.Module
     down_proj: nn.Linear
@@ -124,23 +153,6 @@ class LeanGatedLayer:
         gate = self.gate_proj(x)
         product: Tensor = LeanGated.apply(gate, self.up_proj(x), down.weight)  # type: ignore[no-untyped-call]
         return product
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """The class has no name in a module: a copy is made by that of transformers."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        return (_new, (self.plain,), *reduced[2:])
-
-
-@functools.cache
-def _lean_class(kind: Any) -> Any:
-    """Return a class like that of a gated layer, whose forward pass is that of `LeanGatedLayer`."""
-    return type(kind.__name__, (LeanGatedLayer, kind), {"__module__": kind.__module__, "plain": kind})
-
-
-def _new(kind: Any) -> Any:
-    """Return a lean layer without contents, of a class of transformers."""
-    lean = _lean_class(kind)
-    return lean.__new__(lean)
 
 
 def norm_has_lean_bits(kind: Any) -> bool:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
-from hybridflow.models.lean_backward import is_lean, lean_norm, norm_has_lean_bits
+from hybridflow.models.lean_backward import Grafted, graft, is_lean, lean_norm, norm_has_lean_bits
 
 
 def join_norms(module: nn.Module) -> None:
@@ -32,20 +32,22 @@ def _joined(kind: Any) -> type[nn.Module] | None:
     """Return a class like that of a norm, but with one operation on devices; None for any other formula."""
     if not kind.__name__.endswith("RMSNorm") or issubclass(kind, JoinedNorm) or not _is_plain(kind):
         return None
-    # tried here: what a trial keeps for its backward pass must not be among what a layer keeps
-    own = {"__module__": kind.__module__, "plain": kind, "lean": norm_has_lean_bits(kind)}
-    return type(kind.__name__, (JoinedNorm, kind), own)
+    joined: type[nn.Module] = graft(JoinedNorm, kind)
+    return joined
 
 
-class JoinedNorm:
-    """The forward pass of a joined norm; the class of transformers comes behind this one."""
+class JoinedNorm(Grafted):
+    """The forward pass of a joined norm."""
 
-    plain: type[nn.Module]
-    """That class."""
     lean: bool
-    """Whether it has the bits of `LeanNorm`."""
+    """Whether the class of transformers has the bits of `LeanNorm`."""
     weight: Tensor
     variance_epsilon: float
+
+    @classmethod
+    def facts(cls, kind: Any) -> dict[str, Any]:
+        # tried here: what a trial keeps for its backward pass must not be among what a layer keeps
+        return {"lean": norm_has_lean_bits(kind)}
 
     def forward(self, hidden_states: Tensor) -> Tensor:
         """States [..., H] to normed states of the same shape and dtype."""
@@ -57,17 +59,6 @@ class JoinedNorm:
             normed: Tensor = super().forward(hidden_states)  # type: ignore[misc]
             return normed
         return rms_norm(hidden_states, weight.shape, weight, self.variance_epsilon)
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """The class has no name in a module: a copy is made of that of transformers, and joined."""
-        reduced: Any = super().__reduce_ex__(protocol)
-        return (_new, (self.plain,), *reduced[2:])
-
-
-def _new(kind: Any) -> nn.Module:
-    """Return a joined norm without contents, of a class of transformers."""
-    joined: Any = _joined(kind)
-    return joined.__new__(joined)  # type: ignore[no-any-return]
 
 
 def _is_plain(kind: Any) -> bool:

@@ -109,11 +109,11 @@ def page(result: dict[str, Any]) -> str:
         )
     holds = all(case["apart"] == 0 and case["steps"] == result["wanted"] for case in result["cases"])
     verdict = kit.verdict(holds)
-    return f"""A Llama whose MLPs have {MODEL["intermediate"]} numbers, 8 prompts × 4 responses a step of the tiny
-task. `apart` is the largest difference of a log-prob between generation and training over all steps, `saved`
-the steps without a pass for old log-probs, `ratios` those of the first mini-batch. Prices are seconds of a
-step, medians of {PRICED_STEPS - 2} steps, in runs in turn; with a ratio below 1 the saved pass costs more than
-exact mode.
+    return f"""A Llama whose MLPs have {MODEL["intermediate"]} numbers, 8 prompts × 4 responses a step of
+the tiny task. `apart` is the largest difference of a log-prob between generation and training over all steps,
+`saved` the steps without a pass for old log-probs, `ratios` those of the first mini-batch. Prices are seconds
+of a step, medians of {PRICED_STEPS - 2} steps, in runs in turn; with a ratio below 1 the saved pass costs
+more than exact mode.
 
 | layout | steps | rows checked | apart | saved | ratios | exact, s | fast, s | exact / fast |
 |---|---|---|---|---|---|---|---|---|

@@ -528,6 +528,13 @@ class RolloutConfig(LogProbLimits, SamplingKeys):
             "the actor has no adapters",
         ),
     )
+    delta_push: bool = key(
+        False,
+        "Where generation has processes of its own, send them the elements of a tensor that an update has "
+        "changed, if they are fewer bytes than all of it: few in bfloat16 at a small learning rate, most in "
+        "float32. The actor's ranks keep what they sent, one copy of the weights together. Checksums of the "
+        "whole weights are compared as always; a replica whose base is another one gets whole tensors.",
+    )
     update_weights_bucket_megabytes: int = key(
         256,
         "vllm, sglang: megabytes of weights that travel in one piece; shared memory uses at most 16.",

@@ -25,7 +25,7 @@ from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from hybridflow.distributed.accelerators import is_accelerator
 
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 _CHUNK = 1 << 18
 """Elements that are widened to 64 bits at a time: few enough to stay in the CPU's cache."""
 _ACCELERATOR_CHUNKS = 16
@@ -110,7 +110,7 @@ def box_at(
 def bit_sum(part: Tensor, box: Box) -> Tensor:
     """Return the checksum, 0-d int64, of a tensor that holds `box` of a parameter."""
     assert tuple(part.shape) == box.shape, f"a tensor {tuple(part.shape)} is no box {box.shape}"
-    bits = part.contiguous().view(_BITS[part.element_size()])
+    bits = part.contiguous().view(BITS[part.element_size()])
     factors = [_odd(dim, box.start[dim], box.stop[dim], part.device) for dim in range(part.dim())]
     total = torch.zeros((), dtype=torch.int64, device=part.device)
     if not part.numel():

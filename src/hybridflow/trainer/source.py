@@ -67,7 +67,7 @@ class BatchSource(Resumable, Protocol):
         ...
 
     def idle_shares(self) -> dict[str, float]:
-        """Return metrics of the waits between sides since the last call; none where nothing is made ahead."""
+        """Return metrics of the waits between sides, and of what passed between them, since the last call."""
         ...
 
     def close(self) -> None:

@@ -5,6 +5,10 @@ and SGLang (`LocalPush`).
     ranks that train ──WeightExport──► a WeightShare from each: its part of the tensors, and all checksums
     ──RemotePush──► engines
 
+With `rollout.delta_push` a share has only the elements that differ from the share before, where they are
+fewer bytes than the tensor: an update changes few of the weights that are rounded to bfloat16. A replica that
+has other weights than those before asks for whole tensors.
+
     actor's module, sharded or not ──plain_weights──► engine.update_weights         the actor is in this
     process
     WeightShares ──RemotePush──► a policy on the CPU ──plain_weights──► the same      it is in another
@@ -20,7 +24,7 @@ import torch
 from torch import Tensor
 
 from hybridflow.distributed.process_group import gather_objects, rank_and_size
-from hybridflow.distributed.shards import Box
+from hybridflow.distributed.shards import BITS, Box
 from hybridflow.engines import TrainEngine
 from hybridflow.errors import RolloutError
 from hybridflow.models.adapters.lora import adapter_config, adapter_tensors, base_name
@@ -36,21 +40,78 @@ _ADAPTER_FACTS = ("r", "lora_alpha", "use_rslora", "rank_pattern", "alpha_patter
 
 
 @dataclass(frozen=True)
+class Delta:
+    """The elements of a tensor that are not what they were in another version of it."""
+
+    shape: tuple[int, ...]
+    """Shape of the tensor."""
+    places: Tensor
+    """Their indices in the flattened tensor, [n] int32, or int64 where it has more elements."""
+    values: Tensor
+    """What they are now, [n]."""
+
+    @classmethod
+    def between(cls, old: Tensor, new: Tensor) -> Tensor | Delta:
+        """Return the elements of `new` whose bits are not those of `old`, or `new` where it takes no more
+        bytes than they do.
+        """
+        bits = BITS[new.element_size()]
+        places = (old.view(bits) != new.view(bits)).flatten().nonzero()[:, 0]
+        if new.numel() <= torch.iinfo(torch.int32).max:
+            places = places.int()
+        if places.numel() * (places.element_size() + new.element_size()) >= new.nbytes:
+            return new
+        return cls(tuple(new.shape), places, new.flatten()[places])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of places and values."""
+        return self.places.nbytes + self.values.nbytes
+
+    def write(self, part: Tensor, box: Box) -> Tensor:
+        """Return `part`, which holds `box` of the tensor, with the elements that are in it changed."""
+        changed = part.detach().clone(memory_format=torch.contiguous_format)
+        places = self.places.long()
+        values = self.values
+        if box != Box.whole(self.shape):
+            indices = torch.unravel_index(places, self.shape)
+            inside = torch.ones(len(places), dtype=torch.bool)
+            places = torch.zeros_like(places)
+            for index, start, stop in zip(indices, box.start, box.stop, strict=True):
+                inside &= (index >= start) & (index < stop)
+                places = places * (stop - start) + index - start
+            places = places[inside]
+            values = values[inside]
+        changed.view(-1)[places.to(part.device)] = values.to(part.device)
+        return changed
+
+
+@dataclass(frozen=True)
 class WeightShare:
     """The tensors that one rank sends, with the checksums of all."""
 
     version: int
-    tensors: dict[str, Tensor]
-    """Whole tensors on the CPU in the compute dtype, by name; the shares of all ranks together have every
-    tensor that training changes."""
+    tensors: dict[str, Tensor | Delta]
+    """Whole tensors on the CPU in the compute dtype, or what has changed of them, by name; the shares of all
+    ranks together have every tensor that training changes."""
     checksums: dict[str, int]
     """Checksums of every tensor of the model, whichever rank sends it and even if it never changes."""
+    base: int | None = None
+    """The version that a replica must have to take it; None where all tensors are whole."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors.values())
 
 
 class WeightExport:
-    """The sending side: all ranks together gather whole tensors, about as many bytes on each."""
+    """The sending side: all ranks together gather whole tensors, about as many bytes on each.
 
-    def __init__(self, held: HeldWeights, device: torch.device) -> None:
+    With `deltas` it keeps what it has sent, and sends what differs from it.
+    """
+
+    def __init__(self, held: HeldWeights, device: torch.device, *, deltas: bool = False) -> None:
         rank, world_size = rank_and_size()
         whole = {each.name: Box.whole(each.shape) for each in held()}
         self._trained = {each.name: whole[each.name].numel for each in held() if each.trained}
@@ -58,6 +119,8 @@ class WeightExport:
         owners = deal_tensors(self._trained, world_size)
         wanted = {name: whole[name] for name, owner in owners.items() if owner == rank}
         self.reshard = Reshard(held, wanted, device=device)
+        self._deltas = deltas
+        self._sent: WeightShare | None = None
 
     def share(self, version: int) -> WeightShare:
         """Return this rank's part of the present weights, as version `version`."""
@@ -67,7 +130,26 @@ class WeightExport:
         }
         self.reshard.run(tensors)
         sums = self.reshard.checksums(self._sums.at(version, self._trained))
-        return WeightShare(version, tensors, dict(zip(self.reshard.boxes, sums.tolist(), strict=True)))
+        whole = WeightShare(version, {**tensors}, dict(zip(self.reshard.boxes, sums.tolist(), strict=True)))
+        before = self._sent
+        if self._deltas:
+            self._sent = whole
+        if before is None:
+            return whole
+        changed: dict[str, Tensor | Delta] = {}
+        for name, tensor in tensors.items():
+            old = before.tensors[name]
+            assert isinstance(old, Tensor), "what is kept is whole"
+            changed[name] = Delta.between(old, tensor)
+        return WeightShare(version, changed, whole.checksums, before.version)
+
+    def again(self, version: int) -> WeightShare:
+        """Return the share of `version` with whole tensors; RolloutError where it is not the newest."""
+        if self._sent is None or self._sent.version != version:
+            raise RolloutError(
+                f"a replica needs the whole weights of version {version}, and the actor has newer ones"
+            )
+        return self._sent
 
 
 def deal_tensors(sizes: dict[str, int], parts: int) -> dict[str, int]:
@@ -104,6 +186,12 @@ class RemotePush:
         odd = sorted({share.version for share in shares} - {version})
         if odd:
             raise RolloutError(f"update to version {version} got weights of version {odd[0]}")
+        bases = {share.base for share in shares} - {None}
+        if bases - {before}:
+            raise RolloutError(
+                f"update to version {version} has what changed since version {sorted(map(str, bases))[0]}, "
+                f"and the weights here are of version {before}"
+            )
         sent = shares[0].checksums
         if set(sent) != set(self.holding.boxes):
             lacking = sorted(set(sent) ^ set(self.holding.boxes))
@@ -126,7 +214,11 @@ class RemotePush:
     def _parts(self, shares: Sequence[WeightShare]) -> Iterator[tuple[str, Tensor]]:
         for share in shares:
             for name, tensor in share.tensors.items():
-                yield name.removeprefix("hf."), self.holding.part(name, tensor)
+                if isinstance(tensor, Delta):
+                    part = tensor.write(self.policy.get_parameter(name), self.holding.boxes[name])
+                else:
+                    part = self.holding.part(name, tensor)
+                yield name.removeprefix("hf."), part
 
 
 @dataclass(eq=False)

@@ -47,13 +47,20 @@ class ActorWorker(StatefulWorker):
     """
 
     def __init__(
-        self, engine: TrainEngine, config: ActorConfig, *, temperature: float, log_prob_limits: BatchLimits
+        self,
+        engine: TrainEngine,
+        config: ActorConfig,
+        *,
+        temperature: float,
+        log_prob_limits: BatchLimits,
+        delta_push: bool = False,
     ) -> None:
         super().__init__(engine)
         self.config = config
         self.temperature = temperature
         self.log_prob_limits = log_prob_limits
         self.loss = find_policy_loss(config)  # once: a user's file may be edited while the run goes on
+        self.delta_push = delta_push
         self._export: WeightExport | None = None
         if config.router_replay.mode != "disabled" or config.router_aux_loss_coef:
             engine.policy.follow_routes().balance_coef = config.router_aux_loss_coef
@@ -142,12 +149,18 @@ class ActorWorker(StatefulWorker):
     def export_buckets(self, version: int) -> WeightShare:
         """Return this rank's part of the weights, called `version`, for replicas in other processes."""
         if self._export is None:
-            self._export = WeightExport(self.engine.held_weights, self.engine.device)
+            self._export = WeightExport(self.engine.held_weights, self.engine.device, deltas=self.delta_push)
         self.engine.onload()
         try:
             return self._export.share(version)
         finally:
             self.engine.offload()
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def export_again(self, version: int) -> WeightShare:
+        """Return this rank's part of the weights that were exported last, `version`, as whole tensors."""
+        assert self._export is not None, "there was an export before"
+        return self._export.again(version)
 
 
 class ActorGroup(StatefulGroup[ActorWorker]):

@@ -209,14 +209,22 @@ class RolloutWorker(Worker):
             raise error
         return Paused(self._version, stats)
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def update_weights(self, shares: Sequence[WeightShare], *, version: int) -> None:
-        """Load the weights that the actor's ranks sent, unless this rank shares the actor's.
+    @register(dispatch_mode=Dispatch.ALL_TO_LIST)
+    def update_weights(self, shares: Sequence[WeightShare], *, version: int) -> int | None:
+        """Load the weights that the actor's ranks sent, unless this rank shares the actor's; return bytes.
 
-        Raises RolloutError where they are not what the actor's ranks hold.
+        Raises RolloutError where they are not what the actor's ranks hold. Where only what has changed was
+        sent, the result is None instead: the weights here are not those that it changes.
         """
         if self.pushed is not None:
-            self._change(version, partial(self.pushed.update, self.engine, shares, version))
+            try:
+                self._change(version, partial(self.pushed.update, self.engine, shares, version))
+            except RolloutError as error:
+                if all(share.base is None for share in shares):
+                    raise
+                logger.warning("rollout rank %d asks for whole weights: %s", self.rank, error)
+                return None
+        return sum(share.nbytes for share in shares)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def renew_weights(self, *, version: int) -> None:

@@ -62,6 +62,8 @@ class StagedWeights:
     version: int
     shares: Future[list[WeightShare]] | None
     """The parts of the actor's ranks, by reference; None once they were taken, which frees their memory."""
+    again: Callable[[], Future[list[WeightShare]]]
+    """Function that returns them as whole tensors, while the actor has exported no newer ones."""
 
 
 @dataclass(eq=False)
@@ -305,6 +307,7 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         self._between = ReplicaSet(self, "between", state)
         self._is_open = False
         self._in_between = threading.Lock()
+        self._pushed_bytes = 0
 
     @property
     def replicas(self) -> tuple[WorkerReplica, ...]:
@@ -432,8 +435,19 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         if shares is None:
             raise RolloutError(f"weights of version {staged.version} were taken already: stage them again")
         staged.shares = None
-        with self._taking(staged.version):
-            self.call(RolloutWorker.update_weights, shares.by_reference(), version=staged.version)
+        version = staged.version
+        with self._taking(version):
+            took = self.call_list(RolloutWorker.update_weights, shares.by_reference(), version=version)
+            if None in took:  # a replica has not the weights that the shares change
+                whole = staged.again().by_reference()
+                took += self.call_list(RolloutWorker.update_weights, whole, version=version)
+        self._pushed_bytes += sum(each or 0 for each in took) // len(self.replicas)
+
+    def pushed_bytes(self) -> int:
+        """Return the bytes of weights that a replica has been sent since the last call, on average."""
+        pushed = self._pushed_bytes
+        self._pushed_bytes = 0
+        return pushed
 
     def update_from(self, actor: ActorGroup, version: int) -> None:
         """Give all replicas the actor's weights, called `version` from now on, between two steps of whatever
@@ -488,4 +502,9 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
 
 
 def _exported(actor: ActorGroup, version: int) -> StagedWeights:
-    return StagedWeights(version, actor.submit_each(ActorWorker.export_buckets, [version] * actor.world_size))
+    def submit(method: Callable[..., Any]) -> Future[list[WeightShare]]:
+        return actor.submit_each(method, [version] * actor.world_size)
+
+    return StagedWeights(
+        version, submit(ActorWorker.export_buckets), lambda: submit(ActorWorker.export_again)
+    )

@@ -79,7 +79,13 @@ class RoleBuilders:
         limits = BatchLimits(
             cap, rollout.log_prob_micro_batch_size_per_gpu, share_prompts=config.use_prefix_grouper
         )
-        return ActorWorker(engine, config, temperature=rollout.temperature, log_prob_limits=limits)
+        return ActorWorker(
+            engine,
+            config,
+            temperature=rollout.temperature,
+            log_prob_limits=limits,
+            delta_push=rollout.delta_push,
+        )
 
     def reference(self, info: RankInfo) -> ReferenceWorker:
         """Build the policy that the run starts from."""

@@ -91,8 +91,10 @@ class AheadSource(SyncSource):
         self._idle = IdleShares(parts.roles.rollout.seconds_in)
 
     def idle_shares(self) -> dict[str, float]:
-        """Return the shares of the time since the last call, or the first batch, in which a side was idle."""
-        return self._idle.taken()
+        """Return the shares of the time since the last call, or the first batch, in which a side was idle,
+        and the bytes of weights that were pushed.
+        """
+        return super().idle_shares() | self._idle.taken()
 
     def open_items(self) -> str:
         """Return the unfinished groups of the ledger."""

@@ -168,6 +168,11 @@ class SyncSource(LoaderSource[PromptRow]):
         self.version = version
         super().publish(version)
 
+    def idle_shares(self) -> dict[str, float]:
+        """Return the bytes of weights that were pushed since the last call, where any were."""
+        pushed = self.roles.rollout.pushed_bytes()
+        return {"rollout/pushed_bytes": float(pushed)} if pushed else {}
+
     def place(self) -> dict[str, Any]:
         """Return the place of the loader, the number of admitted groups and the version, as plain data."""
         return {

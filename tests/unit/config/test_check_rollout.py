@@ -64,3 +64,9 @@ def test_the_native_engine_reads_what_others_do_not(base: list[str]) -> None:
 def test_keys_and_values_may_be_kept_on_a_pool_of_its_own(base: list[str]) -> None:
     prepared = prepare_config(PPOConfig, [*base, TWO, *APART, KEPT])
     assert not prepared.config.actor_rollout_ref.rollout.recompute_kv_after_update
+
+
+def test_pushes_of_what_has_changed_are_told_where_no_weights_travel(base: list[str]) -> None:
+    keys = [*base, TWO, f"{ROLLOUT}.delta_push=true"]
+    assert any("delta_push is not read" in note for note in prepare_config(PPOConfig, keys).notes)
+    assert not any("delta_push" in note for note in prepare_config(PPOConfig, [*keys, *APART]).notes)

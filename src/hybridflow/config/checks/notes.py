@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Set
 
 from hybridflow.algorithms.catalog import ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts
 from hybridflow.config.checks.rollout import agent_notes
+from hybridflow.config.layout import share_a_pool
 from hybridflow.config.needs import estimator_facts, has_validation, is_given, loss_facts, needs_reference
 from hybridflow.config.root import PPOConfig
 from hybridflow.config.tree import arguments_of_keys
@@ -47,6 +48,11 @@ def _rollout(config: PPOConfig) -> Iterator[str]:
             f"{ROLLOUT}.repetition_penalty={rollout.repetition_penalty} changes which tokens are chosen; "
             "the log-probs kept and trained on are those without it, so the policy that samples is not "
             "quite the one that learns"
+        )
+    if rollout.delta_push and share_a_pool(config.trainer, "rollout", "actor"):
+        yield (
+            f"{ROLLOUT}.delta_push is not read: the rollout shares the actor's processes, where no weights "
+            "travel between them"
         )
     if not rollout.do_sample and facts is not None and (facts.group or facts.greedy_rows):
         yield (

@@ -8,6 +8,7 @@ were planted into formulas (`planted_faults.py`), each of which is found by its 
 
 from __future__ import annotations
 
+import argparse
 import json
 import subprocess
 import sys
@@ -22,7 +23,7 @@ from hybridflow.invariants.checking import try_all
 from hybridflow.invariants.table import PROPERTIES
 
 PAGE = Path(__file__).parent / "results" / "invariants.md"
-MARKS = {"held": "yes", "failed": "**no**", "not offered": "–"}
+MARKS = {"held": "yes", "failed": "no", "not offered": "–"}
 MOST = 300
 """Characters of an input on the page."""
 
@@ -32,8 +33,8 @@ HEAD = """\
 Written by `benchmarks/invariants.py`; `hybridflow invariants --adapter NAME` says the same with every input.
 The [documentation](../../docs/invariants.md) says how a trainer is asked, and `src/hybridflow/invariants/`
 what a property tries. A property is of the functions that an adapter calls, and no judgement of a trainer:
-some behaviours below are documented choices. A dash: the trainer has no such function that can be called by
-itself.
+some behaviours below are documented choices, and some inputs do not come up in that trainer's own runs. A
+dash: the trainer has no such function that can be called by itself.
 """
 FAILED = """
 ## Inputs that failed
@@ -97,10 +98,11 @@ def plain(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def page_of(told: dict[str, dict[str, Any]]) -> str:
+def page_of(told: dict[str, dict[str, Any]], note: str) -> str:
     """Return the page."""
     lines = [
         HEAD,
+        *([note, ""] if note else []),
         "| adapter | version | properties |",
         "|---|---|---|",
         *(f"| {name} | {each['version']} | {plain(counts(each))} |" for name, each in told.items()),
@@ -127,5 +129,8 @@ def page_of(told: dict[str, dict[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page_of({name: told_by(name) for name in NAMED}), encoding="utf-8")
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("--note", default="", help="a sentence on how the packages were installed")
+    note = words.parse_args().note
+    PAGE.write_text(page_of({name: told_by(name) for name in NAMED}, note), encoding="utf-8")
     print(f"wrote {PAGE}")

@@ -11,7 +11,7 @@ from typing import Any
 from hybridflow.errors import ConfigError
 
 SHOWN = 600
-"""Characters of an input in the output; the file of --json has all."""
+"""Characters of an input or a result in the output; the file of --json has all."""
 
 
 def add_invariants(words: Any) -> None:
@@ -61,12 +61,12 @@ def invariants(options: argparse.Namespace) -> int:
     )
     for each in found:
         style = {"failed": "red", "held": "green"}.get(each.status, "dim")
-        table.add_row(Text(each.property.name), Text(each.text, style=style), Text(each.property.sentence))
+        table.add_row(Text(each.tried.name), Text(each.text, style=style), Text(each.tried.sentence))
     console.print(table)
     for each in found:
         for outcome in each.outcomes:
             if outcome.status == "failed":
-                console.print(Text(_failure(outcome, each.property.source)), soft_wrap=True)
+                console.print(Text(_failure(outcome, each.tried.source)), soft_wrap=True)
     counts = {
         status: sum(each.status == status for each in found) for status in ("held", "failed", "not offered")
     }
@@ -74,14 +74,17 @@ def invariants(options: argparse.Namespace) -> int:
     if options.json:
         data = {"adapter": options.adapter, "version": version, **counts}
         outcomes = [asdict(outcome) for each in found for outcome in each.outcomes]
-        Path(options.json).write_text(json.dumps({**data, "outcomes": outcomes}, indent=1), encoding="utf-8")
+        text = json.dumps({**data, "outcomes": outcomes}, indent=1)
+        try:
+            Path(options.json).write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"--json {options.json} cannot be written: {error.strerror}") from error
     return int(counts["failed"] > 0)
 
 
 def _failure(outcome: Any, source: str) -> str:
     """Return the lines that say how a property failed."""
-    given = outcome.given
-    if len(given) > SHOWN:
-        given = f"{given[:SHOWN]}… (--json FILE writes all)"
     name = f"{outcome.property} {outcome.kind}".strip()
-    return f"{name} ({source})\n  input  {given}\n  got    {outcome.got}\n  wanted {outcome.wanted}"
+    texts = {"input ": outcome.given, "got   ": outcome.got, "wanted": outcome.wanted}
+    lines = [f"  {word} {text[:SHOWN]}{'…' if len(text) > SHOWN else ''}" for word, text in texts.items()]
+    return "\n".join([f"{name} ({source})", *lines])

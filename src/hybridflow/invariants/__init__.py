@@ -5,7 +5,7 @@ silently wrong.
 
     adapter         the functions that a trainer may offer, with shapes
     checking        properties, how one is checked, what came of it
-    advantages, losses, distributions, tokens, runs      the properties
+    advantages, losses, distributions, runs      the properties
     adapters/       trainers by name; each is imported where it is asked for
 
 Nothing here but `adapters/ours.py` imports another part of the package, or more than torch.

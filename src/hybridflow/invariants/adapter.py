@@ -26,12 +26,16 @@ class AdapterError(Exception):
     """An adapter, or a property, that cannot be found or loaded. The message says what to do."""
 
 
+class NotOffered(Exception):
+    """A trainer has not got a function, a name or a form of input."""
+
+
 class TrainerAdapter:
     """The functions of a trainer, each of which may be left out.
 
     An adapter of your own is a module, or a class called `Adapter`, with some functions of these names; it
-    need not be a subclass. A function returns NotImplemented for a name or an input that the trainer does not
-    have, and may take `**_` for the keywords that it does not read.
+    need not be a subclass. A function returns NotImplemented, or raises NotOffered, for a name or an input
+    that the trainer does not have, and may take `**_` for the keywords that it does not read.
     """
 
     version: str = ""
@@ -55,7 +59,7 @@ class TrainerAdapter:
         rewards [B, R]: of each token, an outcome's on the last one; mask [B, R]; groups: B labels, equal for
         the responses of one prompt; values [B, R] of a critic; baselines [B]: score of a greedy response.
         """
-        return NotImplemented
+        raise NotOffered
 
     def policy_loss(
         self,
@@ -77,14 +81,14 @@ class TrainerAdapter:
         rows of the mini-batch, on all ranks; parts: in how many parts (micro-batches on all ranks) it is cut.
         The shares of all parts are added up.
         """
-        return NotImplemented
+        raise NotOffered
 
     def kl(self, name: str, log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> Tensor:
         """Return an estimate [B, R] of KL(π ‖ π_ref) at each token, with its gradient by log_prob [B, R].
 
         Names: k1 (logπ − logπ_ref), k2 (half its square), k3 (ρ − 1 − log ρ, ρ = π_ref/π).
         """
-        return NotImplemented
+        raise NotOffered
 
     def value_loss(
         self, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, *, clip: float
@@ -93,45 +97,45 @@ class TrainerAdapter:
 
         values v, old_values V, returns R, mask: [B, R]; clip is in units of the score.
         """
-        return NotImplemented
+        raise NotOffered
 
     def whiten(self, values: Tensor, mask: Tensor) -> Tensor:
         """Return (values − mean)/deviation [B, R] over the tokens of the mask, Bessel-corrected."""
-        return NotImplemented
+        raise NotOffered
 
     def log_probs(self, logits: Tensor, tokens: Tensor) -> Tensor:
         """Return log softmax(logits) [B, R] at the tokens [B, R] int64; logits [B, R, V]."""
-        return NotImplemented
+        raise NotOffered
 
     def entropy(self, logits: Tensor) -> Tensor:
         """Return the entropy [B, R] of softmax(logits), nats; logits [B, R, V] may have −inf."""
-        return NotImplemented
+        raise NotOffered
 
     def response_mask(self, responses: Sequence[Sequence[int]], *, eos: int, pad: int) -> Tensor:
         """Return the mask [B, R] of the sampled tokens, R the longest row, of lists of sampled ids."""
-        return NotImplemented
+        raise NotOffered
 
     def conversation(self, messages: Sequence[Mapping[str, str]]) -> Sequence[tuple[str, int]]:
         """Return text and 1 or 0 (learned or not) of each token of a conversation, for supervised training.
 
         A message has `role` and `content`; tokenizer and template are the adapter's choice.
         """
-        return NotImplemented
+        raise NotOffered
 
     def packed_positions(self, lengths: Sequence[int]) -> Sequence[int]:
         """Return the position of each token where rows of these lengths are packed behind each other."""
-        return NotImplemented
+        raise NotOffered
 
     def packed_outputs(self, rows: Sequence[Sequence[int]]) -> Sequence[Tensor]:
         """Return a tiny model's outputs [n, …] for each row of n ids below 32, all packed in one pass."""
-        return NotImplemented
+        raise NotOffered
 
     def learning_rates(self, total: int, resumes: Sequence[int]) -> Sequence[float]:
         """Return the learning rate of each of `total` steps, half a cosine from 1.
 
         After each step number (from 1) in `resumes` the state is saved, and a new scheduler goes on from it.
         """
-        return NotImplemented
+        raise NotOffered
 
     def data_order(
         self, num_rows: int, batch_size: int, batches: int, resumes: Sequence[int]
@@ -141,21 +145,21 @@ class TrainerAdapter:
         After each batch number (from 1) in `resumes` the state is saved, and a new loader goes on from it.
         A last batch of an epoch that is not full is left out.
         """
-        return NotImplemented
+        raise NotOffered
 
     def mean_metric(self, values: Sequence[Tensor], masks: Sequence[Tensor]) -> float:
         """Return a metric of tokens (such as entropy) as it is reported for a step of several micro-batches.
 
         values and masks: [B, R] of each micro-batch.
         """
-        return NotImplemented
+        raise NotOffered
 
     def mean_length(self, response_mask: Tensor, loss_mask: Tensor) -> float:
         """Return the mean length of responses as it is reported, in tokens; both [B, R].
 
         loss_mask is response_mask without the rows that are left out of the loss.
         """
-        return NotImplemented
+        raise NotOffered
 
 
 OPERATIONS = tuple(name for name, value in vars(TrainerAdapter).items() if inspect.isfunction(value))

@@ -21,13 +21,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from hybridflow.invariants.adapter import TrainerAdapter
+from hybridflow.invariants.adapter import NotOffered, TrainerAdapter
 
 Status = Literal["held", "failed", "not offered"]
-
-
-class NotOffered(Exception):
-    """The adapter has not got the function, or returns NotImplemented for this name or input."""
 
 
 class PropertyBroken(Exception):
@@ -152,7 +148,7 @@ def _try(adapter: Any, each: Property, kind: str) -> PropertyOutcome:
 def close(got: Tensor, wanted: Tensor, *, rtol: float = 1e-5, atol: float = 1e-6) -> None:
     """Raise PropertyBroken unless |got − wanted| ≤ atol + rtol·|wanted| everywhere; NaN is never close."""
     if got.shape != wanted.shape or not torch.allclose(got.double(), wanted.double(), rtol=rtol, atol=atol):
-        raise PropertyBroken(shown(got), f"{shown(wanted)} to {rtol:g} of it")
+        raise PropertyBroken(shown(got), f"{shown(wanted)}, off by at most {atol:g} + {rtol:g} of it")
 
 
 def same(got: Tensor, wanted: Tensor) -> None:
@@ -179,7 +175,7 @@ def shown(value: Any) -> str:
     if isinstance(value, Tensor):
         return shown(value.detach().int().tolist() if value.dtype == torch.bool else value.detach().tolist())
     if isinstance(value, float):
-        return f"{value:.6g}" if math.isfinite(value) else str(value)
+        return f"{value + 0.0:.6g}" if math.isfinite(value) else str(value)
     if isinstance(value, Sequence) and not isinstance(value, str):
         inside = ", ".join(map(shown, value))
         return f"({inside})" if isinstance(value, tuple) else f"[{inside}]"

@@ -30,7 +30,8 @@ def junk_behind_the_mask_reaches_no_loss(call: AdapterCall) -> None:
         for number in range(3):
             tensors = [NOW, OLD, ADVANTAGES]
             tensors[number] = tensors[number].where(MASK, bad)
-            found, slope = _share(call, *tensors, MASK)
+            now, old, advantages = tensors
+            found, slope = _share(call, now, old, advantages, MASK)
             close(found, loss)
             close(slope, gradient)
 
@@ -74,8 +75,10 @@ def the_first_step_is_the_policy_gradient(call: AdapterCall) -> None:
 def wider_padding_changes_no_loss(call: AdapterCall) -> None:
     """More columns of padding change neither the loss nor its gradient."""
     loss, gradient = _share(call, NOW, OLD, ADVANTAGES, MASK)
-    wide = [torch.cat([each, torch.full((2, 4), 0.5)], dim=1) for each in (NOW, OLD, ADVANTAGES)]
-    found, slope = _share(call, *wide, torch.cat([MASK, torch.zeros(2, 4).bool()], dim=1))
+    now, old, advantages = (
+        torch.cat([each, torch.full((2, 4), 0.5)], dim=1) for each in (NOW, OLD, ADVANTAGES)
+    )
+    found, slope = _share(call, now, old, advantages, torch.cat([MASK, torch.zeros(2, 4).bool()], dim=1))
     close(found, loss)
     close(slope, torch.cat([gradient, torch.zeros(2, 4)], dim=1))
 

@@ -6,13 +6,13 @@ import difflib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hybridflow.invariants import advantages, distributions, losses, runs, tokens
+from hybridflow.invariants import advantages, distributions, losses, runs
 from hybridflow.invariants.adapter import OPERATIONS, AdapterError
 from hybridflow.invariants.checking import Property, PropertyOutcome, Status
 
 PROPERTIES = {
     value.name: value
-    for module in (advantages, losses, distributions, tokens, runs)
+    for module in (advantages, losses, distributions, runs)
     for value in vars(module).values()
     if isinstance(value, Property)
 }
@@ -37,7 +37,7 @@ def chosen(names: Sequence[str] | None) -> list[Property]:
 class PropertySummary:
     """The results of a property with all of its kinds."""
 
-    property: Property
+    tried: Property
     outcomes: tuple[PropertyOutcome, ...]
 
     def kinds(self, status: Status) -> list[str]:

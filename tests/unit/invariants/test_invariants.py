@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from invariants import cell
 from planted_faults import EXACT, FAULTS, planted
 
 from hybridflow.cli.main import main
-from hybridflow.invariants.adapter import OPERATIONS, load_adapter
+from hybridflow.invariants.adapter import OPERATIONS, TrainerAdapter, load_adapter
 from hybridflow.invariants.checking import Property, PropertyOutcome, try_all
 from hybridflow.invariants.table import PROPERTIES, chosen, summaries
 
@@ -54,10 +56,32 @@ def test_our_own_numbers() -> None:
 
 def test_trl_is_asked_and_what_it_has_not_got_is_not_offered() -> None:
     pytest.importorskip("trl")
-    found = {each.property.name: each for each in summaries(try_all(load_adapter("trl"), ALL))}
+    found = {each.tried.name: each for each in summaries(try_all(load_adapter("trl"), ALL))}
     assert found["a_token_mean_does_not_depend_on_the_cut"].kinds("held") == ["ppo"]
     assert found["prompts_do_not_mix"].status == "held"
     assert found["the_critic_is_clipped_to_the_worse"].status == "not offered"
+
+
+def test_the_page_has_every_function_with_its_arguments() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "invariants.md").read_text(encoding="utf-8")
+    for name in OPERATIONS:
+        words = []
+        for each in inspect.signature(getattr(TrainerAdapter, name)).parameters.values():
+            if each.kind is each.KEYWORD_ONLY and "*" not in words:
+                words.append("*")
+            words.append(each.name)
+        assert f"`{name}({', '.join(words[1:])})`" in page
+
+
+def test_a_cell_of_the_results_says_which_kinds_differ() -> None:
+    outcomes = [
+        {"property": "a", "kind": "k1", "status": "held"},
+        {"property": "a", "kind": "k2", "status": "not offered"},
+        {"property": "b", "kind": "", "status": "not offered"},
+    ]
+    assert (cell(outcomes, "a"), cell(outcomes, "b")) == ("yes", "–")
+    outcomes.append({"property": "a", "kind": "k3", "status": "failed"})
+    assert cell(outcomes, "a") == "yes: k1; no: k3"
 
 
 ADAPTER = """
@@ -113,6 +137,10 @@ def test_status_0_where_all_that_is_offered_holds(tmp_path: Path, capsys: pytest
         (["--adapter", "broken.py"], "ZeroDivisionError while it was loaded"),
         (["--adapter", "empty.py"], "it has none of the functions advantages, policy_loss"),
         (["--only", "prompts_do_mix"], "there is prompts_do_not_mix"),
+        (
+            ["--adapter", "one.py", "--only", "whiten", "--json", "none/told.json"],
+            "--json none/told.json cannot be written: No such file",
+        ),
     ],
 )
 def test_what_cannot_be_tried_is_said(
@@ -125,6 +153,7 @@ def test_what_cannot_be_tried_is_said(
     monkeypatch.chdir(tmp_path)
     Path("broken.py").write_text("1 / 0\n")
     Path("empty.py").write_text("")
+    Path("one.py").write_text("def packed_positions(lengths): ...\n")
     assert main(["invariants", *words]) == 1
     assert told in capsys.readouterr().err
 

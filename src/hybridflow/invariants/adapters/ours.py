@@ -93,12 +93,8 @@ class OurTrainer(TrainerAdapter):
         parts: int,
         clip: tuple[float, float],
     ) -> Tensor:
-        config = ActorConfig(
-            policy_loss=PolicyLossConfig(loss_mode=LOSSES.get(name, name)),
-            loss_agg_mode=mode,
-            clip_ratio_low=clip[0],
-            clip_ratio_high=clip[1],
-        )
+        keys: dict[str, Any] = {"loss_agg_mode": mode, "clip_ratio_low": clip[0], "clip_ratio_high": clip[1]}
+        config = ActorConfig(policy_loss=PolicyLossConfig(loss_mode=LOSSES.get(name, name)), **keys)
         return _loss(config, log_prob, old_log_prob, advantages, mask, whole)[0]
 
     def kl(self, name: str, log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> Tensor:

@@ -9,10 +9,9 @@ are neighbours of equal size; an input of another form is not offered.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Sequence
-from contextlib import contextmanager
-from types import SimpleNamespace
+from collections.abc import Hashable, Sequence
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
@@ -23,7 +22,7 @@ from trl.trainer.rloo_trainer import RLOOTrainer
 from trl.trainer.sft_trainer import DataCollatorForLanguageModeling
 from trl.trainer.utils import entropy_from_logits, selective_log_softmax
 
-from hybridflow.invariants.adapter import TrainerAdapter, resumed_rates
+from hybridflow.invariants.adapter import NotOffered, TrainerAdapter, resumed_rates
 
 END = 2
 PAD = 0
@@ -52,7 +51,7 @@ class TRLTrainer(TrainerAdapter):
         stray = mask.any(1) & ((rewards != 0) & ~mask).any(1)
         cut_out = mask.any(1) & (mask.int().diff(dim=1) > 0).any(1)
         if name not in ("grpo", "dr_grpo", "rloo") or size is None or bool((stray | cut_out).any()):
-            return NotImplemented
+            raise NotOffered
         lengths = mask.sum(1).tolist()
         completions = [[5] * (each - 1) + [END] if each else [5] * mask.shape[1] for each in lengths]
         trainer = _bare(RLOOTrainer if name == "rloo" else GRPOTrainer)
@@ -74,7 +73,7 @@ class TRLTrainer(TrainerAdapter):
         clip: tuple[float, float],
     ) -> Tensor:
         if name not in ("ppo", "gspo"):
-            return NotImplemented
+            raise NotOffered
         trainer = _bare(GRPOTrainer)
         trainer.loss_type = LOSS_TYPES[mode]
         trainer.importance_sampling_level = "sequence" if name == "gspo" else "token"
@@ -84,7 +83,7 @@ class TRLTrainer(TrainerAdapter):
 
     def kl(self, name: str, log_prob: Tensor, ref_log_prob: Tensor, mask: Tensor) -> Tensor:
         if name != "k3":
-            return NotImplemented
+            raise NotOffered
         # the term that beta adds to the loss, token by token: the mean over the one token of a row, which a
         # mask leaves out or not
         trainer = _bare(GRPOTrainer)
@@ -126,8 +125,9 @@ class TRLTrainer(TrainerAdapter):
     def packed_outputs(self, rows: Sequence[Sequence[int]]) -> Sequence[Tensor]:
         packed = DataCollatorForLanguageModeling(pad_token_id=PAD, padding_free=True)
         batch = packed([{"input_ids": list(row)} for row in rows])
+        del batch["labels"]
         with torch.no_grad():
-            logits = _tiny_llama()(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+            logits = _tiny_llama()(**batch, use_cache=False).logits  # as in training
         return list(logits[0].split([len(row) for row in rows]))
 
     def learning_rates(self, total: int, resumes: Sequence[int]) -> Sequence[float]:
@@ -148,7 +148,7 @@ class TRLTrainer(TrainerAdapter):
             zeros = torch.zeros_like(each)
             _compute_loss(trainer, zeros, zeros, zeros, mask, whole, entropies=each)
         told: dict[str, float] = {}
-        with _nothing_else_logged():
+        with mock.patch.object(transformers.Trainer, "log"):  # of the base class: callbacks
             trainer.log(told)
         return told["entropy"]
 
@@ -159,16 +159,21 @@ Adapter = TRLTrainer
 class _Unset:
     """An object whose attributes are None, as options are that are off, unless they are set."""
 
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
     def __getattr__(self, name: str) -> None:
         return None
 
 
 def _bare(kind: Any) -> Any:
     """Return a trainer without a model, data or processes, in training on one process."""
-    trainer = object.__new__(type(kind.__name__, (_Unset, kind), {}))
+    logs: Any = defaultdict(list)
+    logs["rewards"] = defaultdict(list)
+    trainer: Any = object.__new__(type(kind.__name__, (_Unset, kind), {}))
     vars(trainer).update(
-        model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
-        accelerator=SimpleNamespace(
+        model=_Unset(training=True),
+        accelerator=_Unset(
             device=torch.device("cpu"),
             num_processes=1,
             process_index=0,
@@ -176,9 +181,9 @@ def _bare(kind: Any) -> Any:
             reduce=lambda value, reduction: value,
         ),
         args=_Unset(),
-        _tokenizer=SimpleNamespace(pad_token_id=PAD),
+        _tokenizer=_Unset(pad_token_id=PAD),
         _metrics={"train": defaultdict(list)},
-        _logs=defaultdict(list, rewards=defaultdict(list)),
+        _logs=logs,
         _pending_extra_logs={},
         _pending_metrics={},
         _get_per_token_logps_and_entropies=lambda model, ids, mask, keep, *_, **__: (
@@ -275,14 +280,3 @@ def _tiny_llama() -> Any:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return transformers.LlamaForCausalLM(config).eval()
-
-
-@contextmanager
-def _nothing_else_logged() -> Iterator[None]:
-    """Leave out what the base class of transformers does with a log."""
-    held = transformers.Trainer.log
-    transformers.Trainer.log = lambda *_: None
-    try:
-        yield
-    finally:
-        transformers.Trainer.log = held

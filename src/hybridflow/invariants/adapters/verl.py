@@ -17,7 +17,7 @@ from verl.trainer.ppo.metric_utils import compute_data_metrics
 from verl.utils.metric import AggregationType, Metric
 from verl.workers.config import ActorConfig
 
-from hybridflow.invariants.adapter import TrainerAdapter, resumed_rates
+from hybridflow.invariants.adapter import NotOffered, TrainerAdapter, resumed_rates
 
 LOSSES = {"ppo": "vanilla", "gspo": "gspo"}
 
@@ -82,7 +82,7 @@ class VerlTrainer(TrainerAdapter):
         clip: tuple[float, float],
     ) -> Tensor:
         if name not in LOSSES or (name == "gspo" and mode != "seq-mean-token-mean"):  # it reads no mode
-            return NotImplemented
+            raise NotOffered
         config = _config(clip_ratio_low=clip[0], clip_ratio_high=clip[1])
         counts = {"dp_size": 1, "batch_num_tokens": whole.sum(), "global_batch_size": len(whole)}
         config.global_batch_info.update(counts)

@@ -11,6 +11,7 @@ from typing import Any
 from hybridflow import __version__
 from hybridflow.cli import commands
 from hybridflow.cli.evaluate import add_evaluation
+from hybridflow.cli.invariants import add_invariants
 from hybridflow.cli.plan import add_plan
 from hybridflow.cli.recipe_flags import add_recipe, put_flags_first
 from hybridflow.cli.serve import add_serve
@@ -78,6 +79,7 @@ def parser() -> argparse.ArgumentParser:
     add_evaluation(words, RECIPE, OVERRIDES)
     _add_try(words)
     add_try_algorithm(words, OVERRIDES)
+    add_invariants(words)
     add_why(words)
     reward = words.add_parser("reward-test", help="try a reward: score the first rows of the data")
     reward.add_argument("-n", "--rows", type=int, default=8)

@@ -202,6 +202,20 @@ def test_every_answer_equals_itself() -> None:
     assert not [text for text, same in ended.items() if same_answer(text, same) is not True]
 
 
+def test_a_changed_digit_is_another_answer() -> None:
+    """But for what is rounded, common divisors, and powers of i."""
+    rounded = ("floor", "ceil", "gcd", "i^{")
+    truths = {case[2] for case in ANSWERS if not any(part in case[2] for part in rounded)}
+    others = [
+        (truth, f"{truth[:place]}{(int(digit) + 3) % 10}{truth[place + 1 :]}")
+        for truth in sorted(truths)
+        for place, digit in enumerate(truth)
+        if digit in "0123456789"
+    ]
+    assert len(others) > 1200
+    assert not [pair for pair in others if same_answer(*pair)]
+
+
 @pytest.mark.parametrize(
     "texts",
     [

@@ -94,6 +94,8 @@ _MULTIPLES = {
 _PARTS = {"halves": 2, "thirds": 3, "fifths": 5, "sixths": 6, "eighths": 8, "tenths": 10}
 _PARTS |= {"hundredths": 100, "thousandths": 1000}
 """Words that divide what stands before them; quarters may be coins."""
+_DENIALS = frozenset({"not", "no", "never", "wrong", "incorrect", "false"})
+"""Words behind a number that make it another answer."""
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3, "²": 2, "³": 3}
 
 
@@ -124,6 +126,8 @@ def split_unit(tokens: Sequence[Token]) -> tuple[list[Token], Unit | None]:
         number += [Token("sign", "/"), Token("number", str(_PARTS[names.pop(0)]))]
     if not names:
         return number, None
+    if not _DENIALS.isdisjoint(names):
+        return list(tokens), None
     return _joined(number, _unit(names))
 
 

@@ -639,6 +639,9 @@ def _same_proportions(truth: Proportion, answer: Proportion) -> bool:
         given = [parse(part) for part in answer.parts]
     except UnreadableExpression:
         return False
+    nothing = Constant(Fraction(0))
+    if any(same_value(part, nothing) for part in wanted + given):
+        return all(map(same_value, wanted, given))
     return all(
         same_value(Operation("*", (wanted[0], b)), Operation("*", (given[0], a)))
         for a, b in zip(wanted, given)

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from hybridflow.cli.time_travel import cannot_is_two
+
 
 def demo(options: argparse.Namespace) -> int:
     """Train the tiny model and show what changed."""
@@ -209,8 +211,25 @@ def reward_test(options: argparse.Namespace) -> int:
     from hybridflow.observability.logging_setup import setup_logging
 
     setup_logging()
+    if options.cases or options.suggest or options.json:
+        return reward_cases(options)
     resolved = _resolved(options, PPOConfig, needs_model=options.response == GENERATE)
     return show_reward_test(resolved, rows=options.rows, response=options.response)
+
+
+@cannot_is_two
+def reward_cases(options: argparse.Namespace) -> int:
+    """Print how often the reward errs on labelled cases, or a run's samples as cases to label."""
+    from hybridflow.cli.reward_view import show_cases, show_suggestions
+    from hybridflow.config import PPOConfig
+    from hybridflow.errors import ConfigError
+
+    if options.suggest:
+        return show_suggestions(Path(options.suggest))
+    if not options.cases:
+        raise ConfigError("--json is for labelled cases: give --cases FILE, too, or leave it out")
+    resolved = _resolved(options, PPOConfig, needs_model=False, needs_files=False)
+    return show_cases(resolved, options.cases, as_json=options.json)
 
 
 def try_environment(options: argparse.Namespace) -> int:

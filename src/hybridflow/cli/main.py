@@ -81,7 +81,9 @@ def parser() -> argparse.ArgumentParser:
     add_try_algorithm(words, OVERRIDES)
     add_invariants(words)
     add_why(words)
-    reward = words.add_parser("reward-test", help="try a reward: score the first rows of the data")
+    reward = words.add_parser(
+        "reward-test", help="try a reward: score the first rows of the data, or judge labelled answers"
+    )
     reward.add_argument("-n", "--rows", type=int, default=8)
     reward.add_argument(
         "--response",
@@ -89,6 +91,19 @@ def parser() -> argparse.ArgumentParser:
         help="what is scored: ground_truth, empty, generate (the model answers), a column of the data, "
         "a file, or a text",
     )
+    tried = reward.add_mutually_exclusive_group()
+    tried.add_argument(
+        "--cases",
+        metavar="FILE",
+        help="how often the reward errs on answers whose verdict is known: a file of JSON lines, "
+        "or the cases that come with math, math_dapo, gsm8k, search_r1, code, or with all (shipped)",
+    )
+    tried.add_argument(
+        "--suggest",
+        metavar="RUN",
+        help="print samples of a run as cases to label: verdicts that do not agree",
+    )
+    reward.add_argument("--json", action="store_true", help="with --cases: print it as one JSON object")
     add_recipe(reward, RECIPE)
     reward.add_argument("overrides", nargs="*", help=OVERRIDES)
     reward.set_defaults(body=commands.reward_test)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -14,19 +17,36 @@ from rich.text import Text
 from hybridflow.config import PPOConfig
 from hybridflow.config.data import DataConfig
 from hybridflow.config.needs import uses_agents
+from hybridflow.config.reward import RewardConfig
 from hybridflow.data.files import Row, Rows, as_list, load_rows
 from hybridflow.data.messages import media_keys
 from hybridflow.data.row_schema import PLAIN_PROMPTS, PROMPT_HINT, complete_row, require_prompts
 from hybridflow.errors import DataError
 from hybridflow.rewards.build import build_reward_manager
+from hybridflow.rewards.compose import describe
 from hybridflow.rewards.dry_run import GROUND_TRUTH, choose_responses, dry_run
 from hybridflow.rewards.early_checks import refuse_model
+from hybridflow.rewards.labelled import (
+    SHIPPED,
+    Case,
+    Counts,
+    JudgedCase,
+    as_data,
+    classes_of,
+    judge,
+    own_cases,
+    shipped_cases,
+    suggestions,
+    wilson,
+)
 
 logger = logging.getLogger(__name__)
 
 GENERATE = "generate"
 SHOWN = 100
 """Characters of a prompt and of a response in the table."""
+MOST = 20
+"""Wrong verdicts that are shown."""
 
 
 def show_reward_test(config: PPOConfig, *, rows: int, response: str) -> int:
@@ -166,3 +186,86 @@ def failures(results: list[dict[str, Any]]) -> list[str]:
             f"{name} in {len(members)} of {len(results)} rows (row {numbers}); the first:\n{detail}\n"
         )
     return texts
+
+
+def show_cases(config: PPOConfig, which: str, *, as_json: bool) -> int:
+    """Print how often the reward errs on labelled cases; status 1 where it errs or fails on one."""
+    refuse_model(config.reward)
+    reports: dict[str, dict[str, Any]] = {}
+    status = 0
+    for name, reward, cases in _chosen_cases(config.reward, which):
+        with closing(build_reward_manager(reward, config.trainer.seed)) as manager:
+            verdicts = judge(manager, cases)
+        wrong = [one for one in verdicts if not one.agrees]
+        status |= bool(wrong)
+        undecided = len(cases) - len(verdicts)
+        reports[name] = {"reward": describe(reward), "undecided": undecided, **as_data(verdicts)}
+        if not as_json:
+            title = f"{describe(reward)} on {len(verdicts)} cases"
+            if undecided:
+                title += f" ({undecided} more are not decided)"
+            Console().print(_counts_table(title, verdicts))
+            for one in wrong[:MOST]:
+                _show_misjudged(one)
+            if len(wrong) > MOST:
+                print(f"and {len(wrong) - MOST} more, which --json lists")
+    if as_json:
+        print(json.dumps({"status": status, "cases": reports}))
+    return status
+
+
+def _chosen_cases(reward: RewardConfig, which: str) -> Iterator[tuple[str, RewardConfig, list[Case]]]:
+    """Yield each set of cases with its name, and the reward that judges it: the configured one, if one is."""
+    names = [which] if which in SHIPPED else list(SHIPPED)
+    if which not in ("shipped", *SHIPPED):
+        yield which, reward, own_cases(Path(which), reward)
+        return
+    is_chosen = bool(reward.terms or reward.custom_reward_function.path or reward.function != "auto")
+    for name in names:
+        yield name, reward if is_chosen else replace(reward, function=name), shipped_cases(name)
+
+
+def _counts_table(title: str, verdicts: list[JudgedCase]) -> Table:
+    rows = {**classes_of(verdicts), "all": Counts.of(verdicts)}
+    heads = ["right answers", "refused", "rate (95 %)", "wrong answers", "taken", "rate (95 %)"]
+    if rows["all"].failed:
+        heads.append("failed")
+    columns = [Column(head, justify="right") for head in heads]
+    table = Table("class", *columns, title=Text(title), title_justify="left")
+    for kind, counts in rows.items():
+        cells: list[object] = []
+        for count, total in counts.rates().values():
+            cells += [total, count, _rate(count, total)]
+        if kind == "all":
+            table.add_section()
+        table.add_row(Text(kind), *map(str, [*cells, counts.failed][: len(heads)]))
+    return table
+
+
+def _rate(count: int, total: int) -> str:
+    if total == 0:
+        return "-"
+    low, high = wilson(count, total)
+    return f"{100 * count / total:.1f} % ({100 * low:.1f}–{100 * high:.1f})"
+
+
+def _show_misjudged(one: JudgedCase) -> None:
+    case = one.case
+    got = "taken" if one.taken else "refused"
+    if one.error:
+        got = f"failed: {one.error.strip().splitlines()[-1]}"
+    note = f"; {case.note}" if case.note else ""
+    print(f"{case.place} ({case.kind}): wanted {'right' if case.right else 'wrong'}, got {got}{note}")
+    response = case.response.replace("\n", " ↵ ")
+    print(f"    truth    {_short(str(case.truth))}\n    response {_short(response)}")
+
+
+def show_suggestions(run: Path) -> int:
+    """Print a run's samples whose verdicts do not go together as JSON lines, each a case to label."""
+    found = suggestions(run)
+    for case in found:
+        print(json.dumps(case, ensure_ascii=False))
+    logger.info(
+        "%d cases to label: set right to true or false, and judge them by reward-test --cases", len(found)
+    )
+    return 0

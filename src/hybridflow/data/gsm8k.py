@@ -24,8 +24,10 @@ _PATTERNS = {
         rf"(?P<number>(?:(?<![\w)\]])(?<![\d)\]]\s)[-−–]\s?)?{_CURRENCY}(?:(?<!\w)[-−–])?{_NUMBER})"
     ),
 }
-_GOES_ON = re.compile(r"\.?\d|[ \t]*[*×·^:/+÷][ \t]*[\w(\\]|[ \t]*[-−–][ \t]*\d")
-"""What makes the text behind a number a part of it: 3:30, 2*36 and 5-6 are no numbers."""
+_GOES_ON = re.compile(
+    r"\.?\d|[ \t]*[*×·^:/+÷][ \t]*[\w(\\]|[ \t]*[-−–][ \t]*\d|[ \t]*(?:,|\b(?:or|and|to)\b)[ \t]*\\?[$€£]?\d"
+)
+"""What makes the text behind a number a part of it: 3:30, 2*36, 5-6, and 5 or 6 are no numbers."""
 _GROUPS = re.compile(r"\d{1,3}(?:,\d{2,3})*,\d{3}")
 _WITH_COMMAS = re.compile(r"\d+,[\d,]*")
 _LEFT_OUT = re.compile(r"[\s,$€£¥₹+]|\\(?=[$%])")

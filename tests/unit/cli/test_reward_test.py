@@ -197,3 +197,69 @@ def test_rows_of_another_layout_are_named_with_the_remedy(
     assert main(wrapped) == 0
     shown = capsys.readouterr()
     assert "1 of 1 rows scored" in shown.out and "wrap_prompts" not in shown.err
+
+
+def test_labelled_cases_give_a_table_the_wrong_verdicts_and_a_status(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    cases = [
+        {"truth": "72", "answer": "72", "right": True, "class": "whole numbers"},
+        {"truth": "72", "answer": "73", "right": False, "class": "whole numbers"},
+        {
+            "truth": "72",
+            "response": "it is 72",
+            "right": True,
+            "class": "no mark",
+            "note": "a reader takes it",
+        },
+        {"truth": "72", "answer": "72 1/2 or so", "right": None},
+    ]
+    (tmp_path / "cases.jsonl").write_text("".join(json.dumps(case) + "\n" for case in cases))
+    judged = [*words, "reward.function=gsm8k", "--cases", "cases.jsonl"]
+    assert main(judged) == 1
+    shown = capsys.readouterr().out
+    assert "reward.function=gsm8k on 3 cases (1 more are not decided)" in shown
+    (line,) = [line for line in shown.splitlines() if "no mark" in line and "│" in line]
+    assert "100.0 % (20.7–100.0)" in line
+    assert "cases.jsonl:3 (no mark): wanted right, got refused; a reader takes it" in shown
+    assert main([*judged, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    report = found["cases"]["cases.jsonl"]
+    assert found["status"] == 1 and report["undecided"] == 1 and report["all"]["right_taken"] == 1
+    assert report["classes"]["whole numbers"]["wrong_refused"] == 1
+    assert [one["note"] for one in report["misjudged"]] == ["a reader takes it"]
+
+
+def test_shipped_cases_judge_their_own_reward_or_the_configured_one(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*words, "--cases", "search_r1"]) == 0
+    shown = capsys.readouterr().out
+    assert "reward.function=search_r1 on" in shown and "wanted right" not in shown
+    assert main([*words, "--cases", "gsm8k", "reward.function=exact_match"]) == 1
+    shown = capsys.readouterr().out
+    assert "reward.function=exact_match on" in shown and "more, which --json lists" in shown
+
+
+def test_bad_cases_have_a_status_of_their_own(
+    words: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "cases.jsonl").write_text('\n{"truth": "1"}\n')
+    assert main([*words, "--cases", "cases.jsonl"]) == 2
+    assert "cases.jsonl:2: wanted one of answer (a bare one) and response" in capsys.readouterr().err
+    assert main([*words, "--cases", "nowhere.jsonl"]) == 2
+    assert "shipped, or one of math, math_dapo" in capsys.readouterr().err
+    assert main([*words, "--json"]) == 2
+    assert "--json is for labelled cases" in capsys.readouterr().err
+
+
+def test_samples_of_a_run_are_suggested_as_cases(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "samples"
+    folder.mkdir()
+    row = {"response": "#### 1,000", "ground_truth": "1000", "score": 0.0, "data_source": "gsm8k"}
+    (folder / "3.jsonl").write_text(json.dumps(row))
+    assert main(["reward-test", "--suggest", str(tmp_path)]) == 0
+    (line,) = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["right"] is None and json.loads(line)["class"] == "the truth but for the form"
+    assert main(["reward-test", "--suggest", str(tmp_path / "nothing")]) == 2
+    assert "has no samples with a score" in capsys.readouterr().err

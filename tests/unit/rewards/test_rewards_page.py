@@ -42,7 +42,7 @@ def test_the_function_on_the_page(response: str, truth: str, wanted: float, tmp_
 
 def table_of_answers() -> list[tuple[str, list[str], list[str]]]:
     """Return the ground truth, the right and the wrong answers of each row of the page's table."""
-    section = PAGE.read_text().split("## Answers of mathematics")[1].split("## Programs")[0]
+    section = PAGE.read_text().split("## Answers of mathematics")[1].split("\n## ")[0]
     rows = [line.split(" | ") for line in section.splitlines() if line.startswith("| `")]
     return [
         (truth.strip("| `"), re.findall("`([^`]+)`", right), re.findall("`([^`]+)`", wrong))

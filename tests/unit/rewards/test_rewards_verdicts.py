@@ -1,4 +1,4 @@
-r"""The verdicts of the rewards of mathematics: right and wrong answers in a table, and hostile strings."""
+r"""The verdicts of the rewards of mathematics: the cases that come with them, and hostile strings."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ import yaml
 from hybridflow.data.answers.stated import after_answer, last_boxed, unboxed_answer
 from hybridflow.data.answers.verdict import one_spelling, same_answer
 from hybridflow.data.gsm8k import is_answer
+from hybridflow.rewards import labelled
 from hybridflow.rewards.functions import exact_match, geometry3k, gsm8k, math, math_dapo, search_r1
+from hybridflow.rewards.labelled import read_cases, shipped_cases
 
+CASES = Path(labelled.__file__).with_name("cases")
 REWARDS: dict[str, tuple[Callable[..., Any], str]] = {
     "math": (math.compute_score, "So it is $\\boxed{{{}}}$."),
     "math_dapo": (math_dapo.compute_score, "So\nAnswer: {}"),
@@ -28,76 +31,77 @@ REWARDS: dict[str, tuple[Callable[..., Any], str]] = {
 }
 """Rewards, each with a response that states an answer."""
 TABLE = yaml.safe_load(Path(__file__).with_name("verdicts.yaml").read_text(encoding="utf-8"))
-
-
-def pairs_of(rows: list[list[str]]) -> list[tuple[str, str]]:
-    """Return each ground truth with each text of its rows."""
-    return [(truth, text) for truth, *texts in rows for text in texts]
-
-
-def judged(block: dict[str, list[list[str]]]) -> list[tuple[str, str, bool]]:
-    """Return ground truth, text and verdict of each pair of a block of the table."""
-    return [(*pair, verdict == "right") for verdict, rows in block.items() for pair in pairs_of(rows)]
-
-
-EQUAL = {kind: pairs_of(rows) for kind, rows in TABLE["equal"].items()}
-DIFFERENT = {kind: pairs_of(rows) for kind, rows in TABLE["different"].items()}
-DIFFERENT["tiny and huge numbers"].append(("1", r"\operatorname{lcm}(" + "1," * 64 + "2)"))
-RESPONSES = {reward: judged(block) for reward, block in TABLE["responses"].items()}
-RESPONSES["math_dapo"].append(("34", "Answer: 34" + " " * 300, False))
 ALIKE = ("math", "math_dapo", "geometry3k")
 """Rewards that judge the same answers."""
 
 
-@pytest.mark.parametrize("reward", ALIKE)
-@pytest.mark.parametrize(("right", "table"), [(True, EQUAL), (False, DIFFERENT)], ids=["right", "wrong"])
-def test_answers(reward: str, right: bool, table: dict[str, list[tuple[str, str]]]) -> None:
-    compute_score, form = REWARDS[reward]
-    misjudged = [
-        (kind, truth, answer)
-        for kind, pairs in table.items()
-        for truth, answer in pairs
-        if (compute_score("x", form.format(answer), truth)["acc"] == 1.0) != right
+def cases_of(file: str) -> list[tuple[str, str, Any, bool]]:
+    """Return class, answer, ground truth and verdict of each decided case of a file, with the answer bare."""
+    found = read_cases(CASES / f"{file}.jsonl", lambda _: "{}")
+    return [(case.kind, case.response, case.truth, case.right) for case in found if case.right is not None]
+
+
+ANSWERS = cases_of("answers")
+RESPONSES = {
+    reward: [
+        (text, truth, verdict == "right")
+        for verdict, rows in block.items()
+        for truth, *texts in rows
+        for text in texts
     ]
-    assert not misjudged
+    for reward, block in TABLE.items()
+}
+
+
+def is_right(reward: str, response: str, truth: Any) -> bool:
+    return bool(REWARDS[reward][0]("x", response, truth)["acc"] == 1.0)
+
+
+def misjudged(reward: str, dollars: bool) -> list[tuple[str, str, str, bool]]:
+    return [
+        case
+        for case in ANSWERS
+        if (case[0] == "between dollars") is dollars
+        and is_right(reward, REWARDS[reward][1].format(case[1]), case[2]) is not case[3]
+    ]
+
+
+@pytest.mark.parametrize("reward", ALIKE)
+def test_answers(reward: str) -> None:
+    assert not misjudged(reward, dollars=False)
 
 
 @pytest.mark.parametrize("reward", ALIKE)
 def test_answers_between_dollars(reward: str) -> None:
-    compute_score, form = REWARDS[reward]
-    misjudged = [
-        (truth, answer)
-        for truth, answer, right in judged(TABLE["in_dollars"])
-        if (compute_score("x", form.format(f"${answer}$"), f"${truth}$")["acc"] == 1.0) != right
-    ]
-    assert not misjudged
+    assert not misjudged(reward, dollars=True)
 
 
-def test_answers_that_only_math_verify_reads() -> None:
-    misjudged = [
-        (truth, answer)
-        for truth, answer, right in judged(TABLE["math_only"])
-        if (math.compute_score("x", f"\\boxed{{{answer}}}", truth)["acc"] == 1.0) != right
-    ]
-    assert not misjudged
-    assert math_dapo.compute_score("x", "Answer: \\int_0^1 x^2 dx", "\\frac{1}{3}")["acc"] == 0.0
+@pytest.mark.parametrize("reward", sorted(RESPONSES))
+def test_responses_with_options(reward: str) -> None:
+    assert not [case for case in RESPONSES[reward] if is_right(reward, *case[:2]) is not case[2]]
 
 
-@pytest.mark.parametrize("reward", RESPONSES)
+@pytest.mark.parametrize("reward", ["math", "math_dapo", "gsm8k", "search_r1"])
 def test_responses(reward: str) -> None:
-    misjudged = [
-        (response, truth)
-        for truth, response, right in RESPONSES[reward]
-        if (REWARDS[reward][0]("x", response, truth)["acc"] == 1.0) != right
+    cases = [case for case in shipped_cases(reward) if not case.place.startswith("answers")]
+    wrong = [
+        (case.place, case.truth, case.response)
+        for case in cases
+        if case.right is not None and is_right(reward, case.response, case.truth) is not case.right
     ]
-    assert not misjudged
+    assert not wrong
 
 
-def test_the_table_is_large_and_says_nothing_twice() -> None:
-    pairs = [pair for table in (EQUAL, DIFFERENT) for rows in table.values() for pair in rows]
-    undecided = [(truth, answer) for truth, answer, _ in TABLE["undecided"]]
-    assert len(pairs) > 390 and len(set(pairs)) == len(pairs)
-    assert not set(pairs) & set(undecided)
+def test_only_math_asks_math_verify() -> None:
+    assert math_dapo.compute_score("x", "Answer: \\int_0^1 x^2 dx", "\\frac{1}{3}")["acc"] == 0.0
+    assert math.compute_score("x", "\\boxed{\\int_0^1 x^2 dx}", "\\frac{1}{3}")["acc"] == 1.0
+
+
+def test_the_cases_are_many_of_each_verdict() -> None:
+    for name, fewest in {"math": 1400, "math_dapo": 1350, "gsm8k": 130, "search_r1": 90, "code": 50}.items():
+        verdicts = [case.right for case in shipped_cases(name)]
+        assert len(verdicts) >= fewest and min(verdicts.count(True), verdicts.count(False)) >= fewest / 4
+        assert all(case.note for case in shipped_cases(name) if case.right is None)
 
 
 HOSTILE = {
@@ -192,11 +196,24 @@ def test_no_text_raises() -> None:
             is_answer(f"#### {texts[0]}", texts[1], method)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("table", [EQUAL, DIFFERENT], ids=["equal", "different"])
-def test_every_answer_equals_itself(table: dict[str, list[tuple[str, str]]]) -> None:
-    texts = {text for pairs in table.values() for pair in pairs for text in pair if text}
-    ended = {text: f" {text.rstrip('.')}." for text in texts if not text.endswith("!!")}
+def test_every_answer_equals_itself() -> None:
+    texts = {text for _, *pair, _ in ANSWERS for text in pair if text}
+    ended = {text: f" {text.rstrip('.')}." for text in texts if not text.endswith("...")}
     assert not [text for text, same in ended.items() if same_answer(text, same) is not True]
+
+
+def test_a_changed_digit_is_another_answer() -> None:
+    """But for what is rounded, common divisors, and powers of i."""
+    rounded = ("floor", "ceil", "gcd", "i^{")
+    truths = {case[2] for case in ANSWERS if not any(part in case[2] for part in rounded)}
+    others = [
+        (truth, f"{truth[:place]}{(int(digit) + 3) % 10}{truth[place + 1 :]}")
+        for truth in sorted(truths)
+        for place, digit in enumerate(truth)
+        if digit in "0123456789"
+    ]
+    assert len(others) > 1200
+    assert not [pair for pair in others if same_answer(*pair)]
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,8 @@ def same_value(first: Expression, second: Expression) -> bool:
     """Whether two expressions are equal; with decimals in one of them, as `values.same_number` says."""
     if first == second:
         return True
+    if "infty" in letters_of(first) | letters_of(second):
+        return False  # nothing is computed with it
     try:
         steps = [step_of(expression) for expression in (first, second)]
         if not letters_of(first) | letters_of(second):

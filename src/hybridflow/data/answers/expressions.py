@@ -178,9 +178,12 @@ class _Parser:
         for _ in range(MAX_DEPTH):
             if self.is_sign("!"):
                 self.take()
+                name = "!"
                 if self.is_sign("!"):
-                    raise UnreadableExpression("a double factorial")
-                base = Operation("!", (base,))
+                    name += self.take()
+                if self.is_sign("!"):
+                    raise UnreadableExpression("more than a double factorial")
+                base = Operation(name, (base,))
             elif self.is_sign("%"):
                 self.take()
                 base = Operation("*", (base, Constant(Fraction(1, 100))))

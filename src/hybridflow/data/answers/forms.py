@@ -6,12 +6,13 @@ brackets; what is left is a value with its unit, or words.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from hybridflow.data.answers.expressions import Expression, parse
-from hybridflow.data.answers.tokens import FUNCTIONS, GREEK, Token, UnreadableExpression, written
+from hybridflow.data.answers.tokens import FUNCTIONS, GREEK, JOINTS, Token, UnreadableExpression, written
 from hybridflow.data.answers.units import Unit, split_unit
 
 MAX_ITEMS = 200
@@ -24,6 +25,17 @@ _CLOSING = frozenset({")", "]", "}", "\\}", "rfloor", "rceil", "rangle"})
 _MATRICES = frozenset({"matrix", "pmatrix", "bmatrix", "Bmatrix", "smallmatrix", "array", "cases"})
 _LINES = frozenset({"align", "aligned", "gather", "gathered", "split", "equation", "alignedat"})
 RELATIONS = frozenset({"=", "<", ">", "le", "ge", "ne", "approx", "in", "equiv"})
+_BETWEEN_ITEMS = JOINTS | {";"}
+_HOUR = re.compile(r"\d\d?[ap]\.?m")
+_ARTICLE = re.compile(r"(?:the|an?) (?=.)")
+_SPELLED_SETS = {
+    "all real numbers": "reals",
+    "all reals": "reals",
+    "all real values": "reals",
+    "empty set": "emptyset",
+    "null set": "emptyset",
+}
+"""Sets in words, and their commands."""
 _NAMING = GREEK | FUNCTIONS | {"angle", "triangle", "overline", "measuredangle", "frac"}
 
 
@@ -47,8 +59,11 @@ class Value:
 
     @property
     def text(self) -> str:
-        """The tokens in one spelling."""
-        return written(self.tokens).removeprefix("+").removesuffix(".")
+        """The tokens in one spelling; words without the article before them."""
+        text = written(self.tokens).removeprefix("+").removesuffix(".")
+        if all(token.kind == "word" for token in self.tokens):
+            return _ARTICLE.sub("", text, count=1)
+        return text
 
 
 @dataclass(frozen=True)
@@ -56,6 +71,8 @@ class Listing:
     """Items with commas, semicolons, "and" or "or" between them, without brackets around all of them."""
 
     items: tuple[Form, ...]
+    joint: str = ","
+    """What stands between items: `or` or `and` where there is one, else a comma."""
 
 
 @dataclass(frozen=True)
@@ -119,20 +136,32 @@ def read(tokens: Sequence[Token], level: int = 0) -> Form:
     choice = _choice(tokens, level)
     if choice is not None:
         return choice
-    for separators in ((";", "\\\\"), (",",)):
-        parts = [part for part in split(tokens, separators)[0] if part]
+    for separators in (frozenset({";", "\\\\"}), JOINTS):
+        pieces, between = split(tokens, separators)
+        parts = [piece for piece in pieces if piece]
         if len(parts) > MAX_ITEMS:
             raise UnreadableExpression("too many items")
         if len(parts) > 1:
-            return Listing(tuple(read(each, level + 1) for part in parts for each in both_signs(part)))
+            items = tuple(read(each, level + 1) for part in parts for each in both_signs(part))
+            return Listing(items, next((joint for joint in ("or", "and") if joint in between), ","))
     if len(variants := both_signs(tokens)) > 1:
         return Listing(tuple(read(each, level + 1) for each in variants))
+    names = [token.text for token in tokens]
+    if "pmod" in names:
+        return _congruence(tokens, names.index("pmod"), level)
     sides, signs = split(tokens, RELATIONS)
     if signs:
         return Relation(tuple(signs), tuple(tuple(side) for side in sides))
     parts = split(tokens, ("cup",))[0]
     if len(parts) > 1:
         return SetUnion(tuple(read(part, level + 1) for part in parts))
+    ratio = _spoken_ratio(tokens)
+    if ratio is not None:
+        return ratio
+    if names[:2] == ["reals", "setminus"] and names[2:3] == ["\\{"] and _match(tokens[2:]) == len(tokens) - 3:
+        removed = read(tokens[2:], level + 1)
+        if isinstance(removed, Bracketed) and len(removed.items) == 1:
+            return all_but(removed.items[0])
     bracketed = _bracketed(tokens, level)
     if bracketed is not None:
         return bracketed
@@ -142,6 +171,32 @@ def read(tokens: Sequence[Token], level: int = 0) -> Form:
             return read(tokens[len(parts[0]) + 1 :], level + 1)  # words before a colon name the answer
         return Proportion(tuple(tuple(part) for part in parts))
     return value_of(tokens)
+
+
+def _congruence(tokens: list[Token], place: int, level: int) -> Form:
+    """Read n = 3 (mod 7) as the equation and the modulus."""
+    if place == 0 or place + 1 == len(tokens):
+        raise UnreadableExpression("a congruence without its sides")
+    items = (read(tokens[:place], level + 1), read(tokens[place + 1 :], level + 1))
+    return Bracketed("(", items, ")")
+
+
+def _spoken_ratio(tokens: list[Token]) -> Proportion | None:
+    """Read 3 to 4 as 3:4, and 10 a.m. as 10:00 a.m.; None for something else."""
+    words = [place for place, token in enumerate(tokens) if token.kind == "word"]
+    if len(words) == 1 and 0 < words[0] < len(tokens) - 1 and tokens[words[0]].text == "to":
+        return Proportion((tuple(tokens[: words[0]]), tuple(tokens[words[0] + 1 :])))
+    is_hour = 1 < len(tokens) < 5 and tokens[1].spaced
+    if is_hour and _HOUR.fullmatch(written(tokens).replace(" ", "").casefold()):
+        return Proportion(((tokens[0],), (Token("number", "00"), *tokens[1:])))
+    return None
+
+
+def all_but(number: Form) -> SetUnion:
+    """Return the real numbers without one."""
+    infinity = Token("command", "infty")
+    low = value_of([Token("sign", "-"), infinity])
+    return SetUnion((Bracketed("(", (low, number), ")"), Bracketed("(", (number, value_of([infinity])), ")")))
 
 
 def value_of(tokens: Sequence[Token]) -> Value:
@@ -202,7 +257,7 @@ def both_signs(tokens: Sequence[Token]) -> list[list[Token]]:
 def _trimmed(tokens: Sequence[Token]) -> list[Token]:
     """Return tokens without punctuation at the end, and without a group around all of them."""
     trimmed = list(tokens)
-    while trimmed and trimmed[-1].kind == "sign" and trimmed[-1].text in (".", ",", ";", "\\\\"):
+    while trimmed and trimmed[-1].kind == "sign" and trimmed[-1].text in {".", "\\\\", *_BETWEEN_ITEMS}:
         del trimmed[-1]
     for _ in range(MAX_LEVELS):
         if not trimmed or trimmed[0].text != "{" or _match(trimmed) != len(trimmed) - 1:
@@ -210,8 +265,10 @@ def _trimmed(tokens: Sequence[Token]) -> list[Token]:
         trimmed = trimmed[1:-1]
     if not trimmed:
         raise UnreadableExpression("nothing")
-    if trimmed[0].text == "]" and trimmed[-1].text == "[":  # an open interval, as it is written in France
-        return [Token("sign", "("), *trimmed[1:-1], Token("sign", ")")]
+    ends = trimmed[0].text + trimmed[-1].text
+    if len(trimmed) > 3 and ends in ("][", "]]", "[["):  # open ends, as they are written in France
+        spelled = {"][": "()", "]]": "(]", "[[": "[)"}[ends]
+        return [Token("sign", spelled[0]), *trimmed[1:-1], Token("sign", spelled[1])]
     if trimmed[0].kind == "begin" and trimmed[0].text in _LINES and trimmed[-1].kind == "end":
         return [token for token in trimmed[1:-1] if token.text != "&"]  # lines that are only aligned
     return trimmed
@@ -242,6 +299,9 @@ def _choice(tokens: list[Token], level: int) -> LetteredChoice | None:
 def _bracketed(tokens: list[Token], level: int) -> Form | None:
     """Read brackets or a matrix around all tokens; None where there are none."""
     names = [token.text for token in tokens]
+    if all(token.kind == "word" for token in tokens):
+        phrase = _ARTICLE.sub("", written(tokens), count=1)
+        names = [_SPELLED_SETS.get(phrase, "")]
     if names == ["reals"]:
         infinity = Token("command", "infty")
         return Bracketed("(", (value_of([Token("sign", "-"), infinity]), value_of([infinity])), ")")
@@ -264,7 +324,7 @@ def _bracketed(tokens: list[Token], level: int) -> Form | None:
         return _set(inside, level)
     if first.text not in ("(", "[", "langle"):
         return None
-    parts = [part for part in split(inside, (",", ";"))[0] if part]
+    parts = [part for part in split(inside, _BETWEEN_ITEMS)[0] if part]
     if len(parts) > MAX_ITEMS or not parts:
         raise UnreadableExpression("brackets around nothing, or around too much")
     if len(parts) == 1 and (first.text == "(" or any(token.kind == "begin" for token in inside)):
@@ -280,7 +340,7 @@ def _set(inside: list[Token], level: int) -> Form:
         parts = split(inside, (bar,))[0]
         if len(parts) == 2 and is_name(split(parts[0], ("in",))[0][0]):
             return read(parts[1], level + 1)
-    parts = [part for part in split(inside, (",", ";"))[0] if part]
+    parts = [part for part in split(inside, _BETWEEN_ITEMS)[0] if part]
     if len(parts) > MAX_ITEMS:
         raise UnreadableExpression("too many items")
     items = tuple(read(each, level + 1) for part in parts for each in both_signs(part))

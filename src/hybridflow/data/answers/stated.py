@@ -175,6 +175,10 @@ def unboxed_answer(text: str) -> str | None:
 
 
 def plain_words(text: str) -> str:
-    """Return a text in lower case, with single spaces and without punctuation that is no part of a number."""
+    """Return a text in lower case, with single spaces and without punctuation that is no part of a number.
+
+    A text of nothing but punctuation keeps it: + is not -.
+    """
     marked = _SIGN.sub("\ue001", _POINT.sub("\ue000", text.lower()))
-    return " ".join(marked.translate(_PUNCTUATION).translate(_KEPT).split())
+    words = marked.translate(_PUNCTUATION).translate(_KEPT).split()
+    return " ".join(words or text.split())

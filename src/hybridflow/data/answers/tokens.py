@@ -1,8 +1,8 @@
 r"""An answer as tokens: numbers, letters, commands, words and signs, in one spelling for each.
 
 LaTeX that changes no value (`\left`, `\,`, `$`, fonts) is left out, and signs that mean the same are one:
-`\dfrac` is `\frac`, `−` is `-`, `\cdot` is `*`, `\text{ and }` is a comma. Words are what stands in `\text`,
-and runs of letters that are no product of variables.
+`\dfrac` is `\frac`, `−` is `-`, `\cdot` is `*`, `\land` is "and". Words are what stands in `\text`, and runs
+of letters that are no product of variables.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Sequence
+from fractions import Fraction
 from typing import Literal, NamedTuple
 
 Kind = Literal["number", "letter", "command", "word", "sign", "begin", "end"]
@@ -59,11 +60,12 @@ _UNICODE = {
     r"\rfloor ": "⌋",
     r"\lceil ": "⌈",
     r"\rceil ": "⌉",
-    r"\frac{1}{2}": "½",
-    r"\frac{1}{3}": "⅓",
-    r"\frac{2}{3}": "⅔",
-    r"\frac{1}{4}": "¼",
-    r"\frac{3}{4}": "¾",
+    r"\neg ": "¬",
+    r"\land ": "∧",
+    r"\lor ": "∨",
+    r"\forall ": "∀",
+    r"\exists ": "∃",
+    r"\to ": "→",
     **{f"^{{{digit}}}": char for digit, char in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")},
     **{f"_{{{digit}}}": char for digit, char in enumerate("₀₁₂₃₄₅₆₇₈₉")},
 }
@@ -72,10 +74,12 @@ _GREEK_NAMES = """
     alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi pi rho sigma tau upsilon phi chi
     psi omega Gamma Delta Theta Lambda Xi Pi Sigma Phi Psi Omega
 """
+_FRACTIONS = {char: Fraction(unicodedata.numeric(char)).limit_denominator(8) for char in "½⅓⅔¼¾⅕⅖⅗⅘⅙⅚⅛⅜⅝⅞"}
 _GREEK_LETTERS = dict(zip("αβγδεζηθικλμνξπρστυφχψωΓΔΘΛΞΠΣΦΨΩ", _GREEK_NAMES.split()))
 _TRANSLATION = str.maketrans(
     {char: latex for latex, chars in _UNICODE.items() for char in chars}
     | {char: f"\\{name} " for char, name in _GREEK_LETTERS.items()}
+    | {char: f"\\frac{{{part.numerator}}}{{{part.denominator}}}" for char, part in _FRACTIONS.items()}
 )
 
 GREEK = frozenset(_GREEK_LETTERS.values()) - {"pi"} | {
@@ -95,7 +99,7 @@ _SPELLED = FUNCTIONS | GREEK | {"pi", "sqrt", "infty"}
 """Names that are commands without a backslash, too."""
 
 _COMMANDS = {
-    "frac": "dfrac tfrac cfrac",
+    "frac": "dfrac tfrac cfrac nicefrac sfrac",
     "binom": "dbinom tbinom",
     "le": "leq leqslant",
     "ge": "geq geqslant",
@@ -111,6 +115,11 @@ _COMMANDS = {
     "varepsilon": "epsilon",
     "varphi": "phi",
     "reals": "R",
+    "neg": "lnot",
+    "to": "rightarrow longrightarrow",
+    "implies": "Rightarrow Longrightarrow",
+    "iff": "Leftrightarrow Longleftrightarrow leftrightarrow",
+    "setminus": "backslash smallsetminus",
 }
 _SAME = {other: name for name, others in _COMMANDS.items() for other in others.split()}
 _SIGN_COMMANDS = {
@@ -124,7 +133,8 @@ _SIGN_COMMANDS = {
     ":": "colon",
     "<": "lt",
     ">": "gt",
-    ",": "lor land vee wedge And",
+    "and": "land wedge And",
+    "or": "lor vee",
     "'": "prime",
     "%": "percent",
     "\\$": "dollar",
@@ -135,11 +145,16 @@ _SIGNS = {name: sign for sign, names in _SIGN_COMMANDS.items() for name in names
 _NO_MEANING = """
     left right middle big Big bigg Bigg bigl bigr Bigl Bigr biggl biggr Biggl Biggr displaystyle textstyle
     scriptstyle limits nolimits quad qquad thinspace medspace thickspace enspace rm bf it sf tt boldmath boxed
-    fbox mathbf boldsymbol bm mathit mathsf mathcal mathnormal vec hat widehat ensuremath mathop hfill text
-    textbf textit textrm textnormal textsf mbox hbox mathrm operatorname underline
+    fbox mathbf boldsymbol bm pmb mathit mathsf mathcal mathnormal vec hat widehat ensuremath mathop hfill
+    text textbf textit textrm textnormal textsf mbox hbox mathrm operatorname underline large Large LARGE huge
+    Huge small normalsize
 """
 _LEFT_OUT = frozenset(_NO_MEANING.split())
-_WORD_SIGNS = {"and": ",", "or": ",", "percent": "%", "percentage": "%", "pct": "%"}
+_SHORT_WORDS = frozenset({"yes", "no", "odd", "one", "two", "six", "ten", "red", "all"})
+"""Answers of two or three letters that are no products."""
+JOINTS = frozenset({",", "and", "or"})
+"""Signs between the items of a list."""
+_WORD_SIGNS = {"and": "and", "or": "or", "percent": "%", "percentage": "%", "pct": "%"}
 
 THOUSANDS = re.compile(r"(?<![\d.])[1-9]\d{0,2}(?:,\d{2,3})*,\d{3}(?![\d,]\d|\d)")
 """A number whose commas may part thousands (or, as in India, hundreds of thousands)."""
@@ -156,7 +171,20 @@ _DOUBLED = re.compile(r"\\\\(?=[A-Za-z])")
 
 _SENTENCE = re.compile(r"(?:[A-Za-z]{2,}[,']?\s+)+[A-Za-z]{2,}[.!]?")
 """Several words, which are no products of letters though they may be short."""
-_INCHES = re.compile(r"(?<=\d) in\.?$")
+_REWRITTEN = (
+    (re.compile(r"(?<=\d) in\.?$"), " inches"),
+    (re.compile(r"\bper cent\b"), "percent"),
+    (re.compile(r"\\(?:(?:text)?color|[hv]?phantom|[hv]space\*?)\s*\{[^{}]*\}"), ""),
+    (re.compile(r"\{([^{}]*)\\over(?![A-Za-z])([^{}]*)\}"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\{([^{}]*)\\choose(?![A-Za-z])([^{}]*)\}"), r"\\binom{\1}{\2}"),
+    (
+        re.compile(
+            r"\\[dt]?frac\s*\{\s*(\\(?:text|mathrm)\s*\{[^{}]*\})\s*\}\s*\{\s*(\\(?:text|mathrm)[^$]*?)\}(?=\$?\.?$)"
+        ),
+        r"\1/\2",
+    ),
+)
+"""Texts in another spelling: inches, what is not seen, `{a \\over b}`, and a fraction of units at the end."""
 
 _TOKEN = re.compile(
     r"""(?P<space>\s+|~|\\[,;:!>\ ]|\\q?quad)
@@ -171,7 +199,7 @@ _TOKEN = re.compile(
     |(?P<repeating>\d*\.\d*)\\(?:overline|bar|dot)\s*\{?(?P<period>\d+)\}?
     |(?P<number>(?:\d+(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+(?![\dA-Za-z]))?)
     |(?P<letters>[A-Za-z]+)
-    |(?P<joined>\.\.\.+|[<>!:=]=|\*\*)
+    |(?P<joined>\.\.\.+|[<>!:=]=|\*\*|\+/-)
     |(?P<sign>.)
     """,
     re.VERBOSE | re.DOTALL,
@@ -184,6 +212,7 @@ _JOINED: dict[str, tuple[Kind, str]] = {
     ":=": ("sign", "="),
     "==": ("sign", "="),
     "**": ("sign", "^"),
+    "+/-": ("command", "pm"),
 }
 _IN_WORDS = re.compile(
     r"(?P<space>\s+)|(?P<number>\d+(?:\.\d+)?|\.\d+)|(?P<letters>[^\W\d_]+(?:['’-][^\W\d_]+)*)|(?P<sign>.)",
@@ -201,7 +230,9 @@ def tokens_of(text: str, units: frozenset[str], *, thousands: bool = True) -> li
     text = unicodedata.normalize("NFKC", text.translate(_TRANSLATION)).strip()
     if len(text) > MAX_LENGTH:  # one character may expand to many
         raise UnreadableExpression("too long")
-    text = _INCHES.sub(" inches", _BOLD.sub("", text.strip("`")))
+    text = _BOLD.sub("", text.strip("`"))
+    for pattern, spelling in _REWRITTEN:
+        text = pattern.sub(spelling, text)
     if "\\begin" not in text:
         text = _DOUBLED.sub(r"\\", text)
     text = _SPACED_THOUSANDS.sub(lambda number: number[0].replace(" ", ""), _GAP.sub("", text))
@@ -243,7 +274,7 @@ def _tokens(found: re.Match[str], spaced: bool, units: frozenset[str]) -> list[T
             return [Token("command", name, spaced)]
         if text in _WORD_SIGNS:
             return [Token("sign", _WORD_SIGNS[text], spaced)]
-        if text in units or len(text) > 3:
+        if text in units or len(text) > 3 or text.casefold() in _SHORT_WORDS:
             return [Token("word", text, spaced)]
         return [Token("letter", letter, spaced and not place) for place, letter in enumerate(text)]
     if group == "command":
@@ -284,7 +315,7 @@ def _words(content: str, *, lone_letters: bool) -> list[Token]:
                 tokens.append(Token("letter", run, True))
             else:
                 tokens.append(Token("word", run, True))
-        elif found["sign"] is not None and found["sign"] not in "$\\":
+        elif found["sign"] is not None and found["sign"] not in "$\\~":
             tokens.append(Token("sign", found["sign"], True))
     return tokens
 

@@ -77,7 +77,7 @@ _UNITS = {
 _SPEED = (("length", 1), ("time", -1))
 _UNITS |= {"mph": Unit(_SPEED, Fraction(1_609_344, 3_600_000)), "kph": Unit(_SPEED, Fraction(1000, 3600))}
 _UNITS["kmh"] = _UNITS["kph"]
-_SHORT = "cm mm km dm ft yd mi kg mg gm lb lbs oz ml mph kph kmh sec min hr hrs sq cu usd USD Rs deg"
+_SHORT = "cm mm km dm ft yd mi kg mg gm lb lbs oz ml mph kph kmh sec min hr hrs sq cu usd USD Rs deg per"
 SHORT_UNITS = frozenset(_SHORT.split())
 r"""Runs of two or three letters that are a unit also outside of `\text`, and no product of letters."""
 
@@ -91,6 +91,11 @@ _MULTIPLES = {
     "billion": 10**9,
     "trillion": 10**12,
 }
+_PARTS = {"halves": 2, "thirds": 3, "fifths": 5, "sixths": 6, "eighths": 8, "tenths": 10}
+_PARTS |= {"hundredths": 100, "thousandths": 1000}
+"""Words that divide what stands before them; quarters may be coins."""
+_DENIALS = frozenset({"not", "no", "never", "wrong", "incorrect", "false"})
+"""Words behind a number that make it another answer."""
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3, "²": 2, "³": 3}
 
 
@@ -112,13 +117,32 @@ def split_unit(tokens: Sequence[Token]) -> tuple[list[Token], Unit | None]:
         del number[len(number) - taken[0] :]
     while number and names and names[0] in ("/", "*", "."):  # a sign of the number, as in 5 * 3 m
         number.append(Token("sign", names.pop(0)))
-    while len(number) > 1 and (number[0].text in _CURRENCIES or _is_currency_word(number[0])):
-        names.append(number.pop(0).text)
-    if number and len(number) < len(tokens) and names[0] in _MULTIPLES:
+    first = int(bool(number) and number[0].text == "-")  # a sign may stand before the currency
+    while len(number) > first + 1 and (number[first].text in _CURRENCIES or _is_currency_word(number[first])):
+        names.append(number.pop(first).text)
+    if number and names and names[0] in _MULTIPLES:
         number += [Token("sign", "*"), Token("number", str(_MULTIPLES[names.pop(0)]))]
+    elif number and names and names[0] in _PARTS:
+        number += [Token("sign", "/"), Token("number", str(_PARTS[names.pop(0)]))]
     if not names:
         return number, None
-    return number, _unit(names)
+    if not _DENIALS.isdisjoint(names):
+        return list(tokens), None
+    return _joined(number, _unit(names))
+
+
+def _joined(number: list[Token], unit: Unit) -> tuple[list[Token], Unit]:
+    """Return 2 h 30 with the unit min as 2 * 60 + 30, where both units are of one kind."""
+    words = [place for place, token in enumerate(number) if token.kind == "word"]
+    if len(words) != 1 or not unit.kind or words[0] + 1 == len(number):
+        return number, unit
+    larger, other = split_unit(number[: words[0] + 1])
+    if other is None or other.kind != unit.kind:
+        return number, unit
+    factor = other.size / unit.size
+    signs = ["*", str(factor.numerator), "/", str(factor.denominator), "+"]
+    scale = [Token("number" if each.isdigit() else "sign", each) for each in signs]
+    return [Token("sign", "("), *larger, Token("sign", ")"), *scale, *number[words[0] + 1 :]], unit
 
 
 def _is_currency_word(token: Token) -> bool:
@@ -131,7 +155,7 @@ def _unit_at_end(tokens: list[Token]) -> tuple[int, str] | None:
     last = tokens[-1]
     if last.kind == "word":
         return 1, last.text.casefold()
-    if last.text in _CURRENCIES | {"%"}:
+    if last.text in _CURRENCIES | {"%", "¢"}:
         return 1, last.text
     of_angle = any(token.kind == "command" and token.text in FUNCTIONS for token in tokens)
     for pattern in (["^", "circ"], ["^", "{", "circ", "}"], ["circ"]):
@@ -154,7 +178,7 @@ def _unit(names: list[str]) -> Unit:
     size = Fraction(1)
     sign = 1
     power = 1
-    pieces = list(names)
+    pieces = [name for name in names if name != "."]  # of an abbreviation
     for place, name in enumerate(pieces):
         following = pieces[place + 1] if place + 1 < len(pieces) else ""
         if name == "circ" and following in ("c", "f"):
@@ -172,6 +196,6 @@ def _unit(names: list[str]) -> Unit:
                 exponents[kind] = exponents.get(kind, 0) + exponent * power * sign
             size *= unit.size ** (power * sign)
             power = 1
-        elif not name.startswith("^") and name not in _POWERS and name not in ("*", "."):
+        elif not name.startswith("^") and name not in _POWERS and name != "*":
             return Unit()
     return Unit(tuple(sorted(item for item in exponents.items() if item[1])), size)

@@ -157,6 +157,10 @@ def _whole_root(value: int, order: int) -> int:
         guess = better
 
 
+def _double_factorial(value: Fraction) -> Fraction:
+    return Fraction(math.prod(range(_whole(value, 10_000), 1, -2)))
+
+
 def _binomial(above: Fraction, below: Fraction) -> Fraction:
     whole = _whole(above, 10**9)
     chosen = _whole(below, 10**9)
@@ -178,6 +182,7 @@ _EXACT: dict[str, Callable[..., Fraction]] = {
     "inverse": lambda value: 1 / value,
     "^": _power,
     "!": lambda value: Fraction(math.factorial(_whole(value, 10_000))),
+    "!!": _double_factorial,
     "binom": _binomial,
     "mod": lambda value, modulus: value % modulus,
     "gcd": lambda *values: Fraction(math.gcd(*(_whole(value, 1 << MAX_BITS) for value in values))),
@@ -303,7 +308,7 @@ class Digits:
         if expression.name == "^":
             base, exponent = expression.operands
             return self.noted(self.power(self.evaluated(base, variables), exponent, variables))
-        if expression.name in ("!", "binom"):
+        if expression.name in ("!", "!!", "binom"):
             try:
                 return self.noted(self.converted(Fractions().value(expression, {})))
             except NoFraction:

@@ -23,6 +23,7 @@ from hybridflow.data.answers.forms import (
     Relation,
     SetUnion,
     Value,
+    all_but,
     is_name,
     read,
     value_of,
@@ -40,9 +41,14 @@ from hybridflow.data.answers.units import SHORT_UNITS, Unit
 from hybridflow.data.answers.values import step_of
 
 _WHOLE = re.compile(r"[-+]?[0-9]{1,999}")
+_STATEMENTS = frozenset({"forall", "exists", "nexists", "neg", "to", "implies", "iff", "pmod", "notin"})
+_STATEMENTS |= {"subset", "subseteq", "supset", "supseteq", "perp", "parallel", "cong", "sim"}
+"""Commands of statements, which are the same only if their text is."""
+_COMPUTED = frozenset({"lim", "int", "iint", "oint", "sum", "prod"})
 _DEGREES = (("degrees", 1),)
 _RADIANS = (("radians", 1),)
 _PERCENT = (("percent", 1),)
+_LOWEST = (Token("sign", "-"), Token("command", "infty"))
 
 
 def same_answer(truth: str, answer: str) -> bool | None:
@@ -120,7 +126,12 @@ def _forms(text: str) -> list[Form]:
     """Return the readings of a text: where its commas may part thousands or numbers, both."""
     readings = [True]
     if THOUSANDS.search(text):
-        readings = [True, False]
+        whole = text.strip("\\$ .")
+        groups = whole.split(",")
+        # 1,000,000 is no list: as 1, 0, 0 it would be 1,000
+        is_odd = len({*groups}) < len(groups) or any(group.startswith("0") for group in groups)
+        if not (is_odd and THOUSANDS.fullmatch(whole)):
+            readings = [True, False]
     forms: list[Form] = []
     for thousands in readings:
         try:
@@ -135,7 +146,10 @@ def _is_unclear(form: Form) -> bool:
     match form:
         case Value():
             names = {token.text for token in form.tokens if token.kind in ("command", "begin")}
-            return form.expression is None and not names <= {"infty"} and "ldots" not in names
+            sets = {name for name in names if name in ("infty", "reals") or name.startswith("set ")}
+            if form.expression is not None or names == sets or "ldots" in names:
+                return False
+            return not names & _STATEMENTS or bool(names & _COMPUTED)
         case Relation(_, sides) | Proportion(sides):
             return any(_is_unclear(value_of(side)) for side in sides)
         case Listing(items) | Bracketed(_, items, _) | SetUnion(items):
@@ -175,7 +189,11 @@ def _same(truth: Form, answer: Form) -> bool:
             return _same_grid(truth, answer)
         case Value() as wanted, Value() as given:
             return _same_values(wanted, given)
-    return _same_collections(truth, answer)
+    if isinstance(truth, Listing) and isinstance(answer, Listing) and _joined_otherwise(truth, answer):
+        return False
+    if _same_collections(truth, answer):
+        return True
+    return Listing in (type(truth), type(answer)) and _same_parts(truth, answer)
 
 
 def _is_letter(form: Form, letter: str) -> bool:
@@ -259,15 +277,36 @@ def _same_collections(truth: Form, answer: Form) -> bool:
         closed = "()" not in brackets
         if isinstance(other, Bracketed) or (closed and len(wanted if brackets[0] else given) == 2):
             return False  # a set has no order, and a closed interval is no pair
-        return _in_order(_bare(wanted)[1], _bare(given)[1])
+        if (
+            all(map(_named, _items(other)))
+            and len(_items(other)) > 1
+            and not _ordered(_bare(_items(other))[0])
+        ):
+            return False  # two values of one name are no tuple
+        return _in_order(_by_name(wanted), _by_name(given))
     wanted_names, wanted = _bare(wanted)
     given_names, given = _bare(given)
     if wanted_names and given_names:
+        heads = {name.partition("_")[0] for name in wanted_names + given_names}
+        if len(heads) == 1 and not _ordered(wanted_names) and not _ordered(given_names):
+            return _matched(wanted, given)  # x_1 and x_2 are values of x
         return _matched(_items(truth), _items(answer))
     has_ellipsis = any(isinstance(item, Value) and item.text == "\\ldots" for item in wanted + given)
     if has_ellipsis or _ordered(wanted_names or given_names):
         return _in_order(wanted, given)
     return _matched(wanted, given)
+
+
+def _joined_otherwise(truth: Listing, answer: Listing) -> bool:
+    """Whether one list has "and" where the other has "or". It does not matter between numbers."""
+    if {truth.joint, answer.joint} != {"and", "or"}:
+        return False
+    for item in truth.items + answer.items:
+        if isinstance(item, Relation) and not {*item.signs} <= {"=", "approx"}:
+            return True
+        if isinstance(item, Value) and (item.expression is None or isinstance(item.expression, Variable)):
+            return True
+    return _ordered(_bare(truth.items)[0])
 
 
 def _items(form: Form) -> tuple[Form, ...]:
@@ -294,6 +333,14 @@ def _bare(items: tuple[Form, ...]) -> tuple[list[str], tuple[Form, ...]]:
     if len(known) < len(items):
         return [], items
     return [name for name, _ in known], tuple(value for _, value in known)
+
+
+def _by_name(items: tuple[Form, ...]) -> tuple[Form, ...]:
+    """Return the values of items such as y = 1, x = 2 in the order of their letters, else as they stand."""
+    names, values = _bare(items)
+    if names and len({*names}) == len(names) and all(len(name) == 1 for name in names):
+        return tuple(value for _, value in sorted(zip(names, values), key=lambda pair: pair[0]))
+    return values
 
 
 def _named(form: Form) -> tuple[str, Form] | None:
@@ -368,42 +415,80 @@ def _parts(form: Form) -> tuple[str, tuple[Form, ...]] | None:
                 return None
             return inner and (_label(sides[0]), inner[1])
         case Relation():
-            interval = _interval(form)
-            return interval and (interval[0], (interval[1],))
-        case Listing(items):
-            found = [_interval(item) for item in items]
-            intervals = [each for each in found if each is not None]
-            if len(intervals) < len(items) or len({name for name, _ in intervals}) > 1:
+            return _solutions(form)
+        case Listing(items, joint):
+            found = [_solutions(item) for item in items]
+            known = [each for each in found if each is not None]
+            if len(known) < len(items) or len({name for name, _ in known}) > 1:
                 return None
-            return intervals[0][0], tuple(interval for _, interval in intervals)
+            intervals = tuple(interval for _, several in known for interval in several)
+            if joint != "or" and len(intervals) == len(items) == 2:
+                common = _overlap(*intervals) or _overlap(*reversed(intervals))
+                intervals = (common,) if common else intervals
+            return known[0][0], intervals
         case _:
             return None
 
 
-def _interval(form: Form) -> tuple[str, Form] | None:
-    """Return the variable of an inequality such as 1 < x <= 2, and its solutions; None for another form."""
+def _overlap(first: Form, second: Form) -> Form | None:
+    """Return what x > 3 and x < 5 have in common; None where these are no two rays that overlap."""
+    match first, second:
+        case (
+            Bracketed(opening, (Value() as start, Value(text="\\infty"))),
+            Bracketed(_, (Value(text="-\\infty"), Value() as end), closing),
+        ) if start.expression is not None and end.expression is not None:
+            larger = Operation("max", (start.expression, end.expression))
+            if same_value(larger, end.expression) and not same_value(start.expression, end.expression):
+                return Bracketed(opening, (start, end), closing)
+    return None
+
+
+def _solutions(form: Form) -> tuple[str, tuple[Form, ...]] | None:
+    """Return the variable and the intervals of 1 < x <= 2, |x| > 3 or x != 0; None for another form."""
     if not isinstance(form, Relation):
         return None
-    rising = _rising(form)
-    if rising is None:
-        return None
-    minus_infinity = (Token("sign", "-"), Token("command", "infty"))
-    sides = list(rising.sides)
-    signs = list(rising.signs)
-    if len(sides) == 2 and is_name(sides[0]):
-        sides.insert(0, minus_infinity)
-        signs.insert(0, "<")
-    elif len(sides) == 2:
-        sides.append(minus_infinity[1:])
-        signs.append("<")
-    if len(sides) != 3 or not is_name(sides[1]):
-        return None
-    brackets = {"<": "()", "le": "[]"}
     try:
-        ends = (read(sides[0]), read(sides[2]))
+        if form.signs == ("ne",) and is_name(form.sides[0]):
+            return _label(form.sides[0]), all_but(read(form.sides[1])).items
+        rising = _rising(form)
+        if rising is None or len(rising.sides) not in (2, 3):
+            return None
+        first, second = rising.sides[:2]
+        sign = rising.signs[0]
+        name = second
+        if len(rising.sides) == 3:
+            ends = [(first, sign, rising.signs[1], rising.sides[2])]
+        elif inside := _in_bars(first):
+            name = inside
+            ends = [(_opposite(second), sign, sign, second)]
+        elif inside := _in_bars(second):
+            name = inside
+            ends = [(_LOWEST, "<", sign, _opposite(first)), (first, sign, "<", _LOWEST[1:])]
+        elif is_name(first):
+            name = first
+            ends = [(_LOWEST, "<", sign, second)]
+        else:
+            ends = [(first, sign, "<", _LOWEST[1:])]
+        if not is_name(name):
+            return None
+        brackets = {"<": "()", "le": "[]"}
+        return _label(name), tuple(
+            Bracketed(brackets[left][0], (read(low), read(high)), brackets[right][1])
+            for low, left, right, high in ends
+        )
     except UnreadableExpression:
         return None
-    return _label(sides[1]), Bracketed(brackets[signs[0]][0], ends, brackets[signs[1]][1])
+
+
+def _in_bars(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
+    """Return the name that stands in bars of an absolute value; nothing for other tokens."""
+    if len(tokens) > 2 and tokens[0].text == tokens[-1].text == "|" and is_name(tokens[1:-1]):
+        return tokens[1:-1]
+    return ()
+
+
+def _opposite(tokens: tuple[Token, ...]) -> tuple[Token, ...]:
+    return (Token("sign", "-"), Token("sign", "("), *tokens, Token("sign", ")"))
 
 
 def _rising(relation: Relation) -> Relation | None:
@@ -434,6 +519,8 @@ def _stated(relation: Relation, *, sums: bool) -> list[Form]:
         sides.reverse()
     if not is_name(sides[0], sums=sums) and not _are_equal(sides, relation.signs):
         return []
+    if len(sides) > 2 and not _agree(sides[1:]):
+        return []
     try:
         last = read(sides[-1])
         if relation.signs[-1] != "approx" or is_name(sides[-2]):
@@ -444,6 +531,16 @@ def _stated(relation: Relation, *, sums: bool) -> list[Form]:
     if _rounds(last, exact):
         return [exact, last]
     return [exact]
+
+
+def _agree(sides: list[tuple[Token, ...]]) -> bool:
+    """Whether those sides that are numbers are about equal: x = 5 = 6 states nothing."""
+    values = [form for form in map(value_of, sides) if form.expression and not letters_of(form.expression)]
+    numbers = [form.expression for form in values if form.expression]
+    return all(
+        same_value(number, numbers[0]) or (step_of(number) is not None and _rounds(value, values[0]))
+        for value, number in zip(values, numbers)
+    )
 
 
 def _are_equal(sides: list[tuple[Token, ...]], signs: tuple[str, ...]) -> bool:
@@ -542,6 +639,9 @@ def _same_proportions(truth: Proportion, answer: Proportion) -> bool:
         given = [parse(part) for part in answer.parts]
     except UnreadableExpression:
         return False
+    nothing = Constant(Fraction(0))
+    if any(same_value(part, nothing) for part in wanted + given):
+        return all(map(same_value, wanted, given))
     return all(
         same_value(Operation("*", (wanted[0], b)), Operation("*", (given[0], a)))
         for a, b in zip(wanted, given)
@@ -552,6 +652,8 @@ def _is_quotient(value: Value, ratio: Proportion) -> bool:
     """Whether a value is what a ratio of two numbers is worth."""
     if len(ratio.parts) != 2 or value.expression is None:
         return False
+    if any(len(part[0].text) > 1 and part[0].text.startswith("0") for part in ratio.parts if part):
+        return False  # a time of day such as 00:30
     try:
         above, below = [parse(part) for part in ratio.parts]
     except UnreadableExpression:
@@ -580,6 +682,8 @@ def _same_time(truth: tuple[int, str, str], answer: tuple[int, str, str]) -> boo
 
 def _same_grid(truth: Form, answer: Form) -> bool:
     """Compare matrices cell by cell, and a single row or column with a tuple."""
+    truth = _as_grid(truth)
+    answer = _as_grid(answer)
     if isinstance(truth, Grid) and isinstance(answer, Grid):
         return len(truth.rows) == len(answer.rows) and all(map(_in_order, truth.rows, answer.rows))
     vectors = []
@@ -593,3 +697,10 @@ def _same_grid(truth: Form, answer: Form) -> bool:
         else:
             return False
     return _in_order(vectors[0], vectors[1])
+
+
+def _as_grid(form: Form) -> Form:
+    """Return rows in brackets, [[1, 2], [3, 4]], as a matrix."""
+    if _brackets(form) == "[]" and all(_brackets(row) == "[]" for row in _items(form)):
+        return Grid(tuple(_items(row) for row in _items(form)))
+    return form

@@ -35,4 +35,5 @@ def compute_score(
 
 
 def _plain(text: str) -> str:
-    return " ".join(_ARTICLE.sub(" ", plain_words(text)).split())
+    words = plain_words(text)
+    return " ".join(_ARTICLE.sub(" ", words).split()) or words  # the letter A is an answer, too

@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, Protocol
 from uuid import uuid4
 
-from hybridflow.agent.journal import OUTPUT, EpisodeJournal
+from hybridflow.agent.journal import OUTPUT, SAMPLED, EpisodeJournal
 from hybridflow.data.prompts import PromptRow
 from hybridflow.errors import HybridFlowError
 from hybridflow.protocol.prompt import Prompt
@@ -170,7 +170,7 @@ class Policy:
                 output = await self._answer(request)
             else:
                 answer = partial(self._answer, request)
-                output = await self.journal.once(f"generate {number}", prompt.key, OUTPUT, answer)
+                output = await self.journal.once(f"{SAMPLED}{number}", prompt.key, OUTPUT, answer)
             span.attributes, span.texts = facts_of(prompt, output)
         self.calls.append(PolicyCall(prompt, output))
         return output

@@ -49,7 +49,7 @@ class EnvironmentSpec:
 
     @property
     def after_loss(self) -> AfterLoss | None:
-        """What becomes of a step that was cut off; None: it does not say."""
+        """Policy for a step that was cut off; None: it does not say."""
         policy: AfterLoss | None = self.cls.after_loss
         return policy
 
@@ -59,7 +59,7 @@ class EnvironmentSpec:
         return hasattr(self.cls, "state") and hasattr(self.cls, "restore")
 
     def after_loss_of(self, method: str) -> AfterLoss:
-        """Return what becomes of a call of a method that is a tool, where it was cut off."""
+        """Return the policy for a call of a method that is a tool, where it was cut off."""
         mark = mark_of(getattr(self.cls, method))
         return (mark and mark.after_loss) or self.after_loss or "repeat"
 

@@ -40,6 +40,8 @@ logger = logging.getLogger(__name__)
 
 FOLDER = "journal"
 """The journal's folder in that of its run."""
+SAMPLED = "generate "
+"""Beginning of the names of calls to the policy."""
 T = TypeVar("T")
 
 
@@ -82,7 +84,7 @@ NUMBER = Form["float | None"](lambda number: number, lambda line: cast("float | 
 
 @dataclass
 class Life:
-    """What one try of an episode has done."""
+    """The calls of one try of an episode, and how it ended."""
 
     of: str
     """Digest of its seeds and its prompt."""
@@ -203,10 +205,14 @@ class Journal:
         for group in set(groups) & set(self._open):
             self._open.pop(group).close()
 
-    def has(self, index: int) -> bool:
-        """Return whether the group of this index has begun."""
+    def oldest_version(self, index: int) -> int | None:
+        """Return the oldest version of the weights that sampled a token of the group of this index; None:
+        it has none.
+        """
         step, place = divmod(index, self._groups_per_step)
-        return self._path((step + 1) * GROUPS_PER_STEP + place).exists()
+        lives = GroupFile(self._path((step + 1) * GROUPS_PER_STEP + place)).lives.values()
+        calls = [result for life in lives for name, result in life.done.items() if name.startswith(SAMPLED)]
+        return min((version for call in calls for version in call["policy_versions"]), default=None)
 
     def keep(self, waits: Callable[[int], bool]) -> None:
         """Remove the files of all groups but those of which `waits(index)` holds."""

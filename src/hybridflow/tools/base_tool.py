@@ -26,7 +26,7 @@ class BaseTool:
 
     in_process: ClassVar[bool] = False
     after_loss: ClassVar[AfterLoss] = "repeat"
-    """What becomes of a call whose process was lost before it had answered; `config: {after_loss: fail}` in
+    """Policy for a call whose process was lost before it had answered; `config: {after_loss: fail}` in
     the file says it of a single tool. One that is repeated gets all calls of its trajectory again.
     """
     default_schema: ClassVar[OpenAIFunctionToolSchema | None] = None

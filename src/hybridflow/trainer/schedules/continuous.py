@@ -175,7 +175,7 @@ class ContinuousSource(AheadSource):
             group = _from_state(each)
             self._groups[group.index] = group
             if group.rows is None:
-                if self.journal is None or not self.journal.has(group.index):
+                if self._oldest_version(group.index) is None:
                     self.ledger.append(Restarted(group.index, version=self.version))
                 self._waiting.append(group)
         self._lost = Metrics.from_state(state["lost"])
@@ -296,9 +296,17 @@ class ContinuousSource(AheadSource):
         state = self.ledger.state
         group = Group(state.num_admitted, prompt, epoch)
         self._groups[group.index] = group
-        self.ledger.append(Admitted(group.index, version=state.version))
+        version = state.version
+        oldest = self._oldest_version(group.index)
+        if oldest is not None and self.schedule.may_admit(state.num_taken, len(state.active), oldest):
+            version = min(oldest, version)  # its tokens are as stale as that
+        self.ledger.append(Admitted(group.index, version=version))
         self.num_admitted = state.num_admitted
         return group
+
+    def _oldest_version(self, index: int) -> int | None:
+        """Return the oldest version that a group has tokens of which is about to go on, or None."""
+        return None if self.journal is None else self.journal.oldest_version(index)
 
     async def _play(self, group: Group, client: LLMClient) -> None:
         """Make the rows of a group; an error of the whole group ends the run."""

@@ -68,8 +68,8 @@ class Environment:
     again or left out, and never trained as a reward of zero. Methods marked with `@tool` are tools of the
     model: their calls never reach `step`.
 
-    With two further methods, `state()`, which returns anything that JSON can write, and `restore(state)`, an
-    episode goes on in another object, after the process of the first one was lost
+    With two further methods, `state()`, which returns anything but None that JSON can write, and
+    `restore(state)`, an episode goes on in another object, after the process of the first one was lost
     (`actor_rollout_ref.rollout.multi_turn.journal`). `restore` is called in place of `reset`.
     """
 

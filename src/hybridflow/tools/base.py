@@ -24,8 +24,8 @@ do not fit the schema; the tool raised; it took too long; a turn had more calls 
 lost meanwhile (`AfterLoss`). The model reads a sentence about it, and may try again.
 """
 AfterLoss = Literal["repeat", "ask", "fail"]
-"""Policy for a call whose process was lost before it had answered, when its episode goes on: it is made again;
-`outcome(call_id)` says whether it was carried out, and how; it is told that nobody knows.
+"""Policy for a call whose process was lost before it had answered, when its episode goes on: it is made
+again; `outcome(call_id)` says whether it was carried out, and how; it is told that nobody knows.
 """
 
 

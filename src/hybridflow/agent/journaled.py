@@ -60,8 +60,9 @@ class JournaledTool:
             lost=partial(self._after_loss, deadline_s, call_id),
         )
         if self._world is not None:
-            return await self._world.kept(again, once)
-        answer: ToolAnswer = await once(found=lambda: self._past.append(again))
+            answer: ToolAnswer = await self._world.kept(again, once)
+        else:
+            answer = await once(found=lambda: self._past.append(again))
         return answer
 
     async def outcome(self, call_id: str, deadline_s: float) -> ToolAnswer | None:

@@ -173,7 +173,7 @@ class House:
         )
         told: dict[int, Trajectory] = {}
         group = GROUPS_PER_STEP + 2
-        episodes = [episode(number, group=group) for number in range(num_samples)]
+        episodes = [episode(number, group=group, max_tokens=400) for number in range(num_samples)]
 
         def answer(prompt: str) -> str:
             self.prompts.append(prompt)

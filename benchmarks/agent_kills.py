@@ -32,21 +32,26 @@ from episode_kills import Trial
 from kill_resume import STEPS, start, wait
 from tiny_run import write_inputs
 
+from hybridflow.trainer.ppo import build  # before a child is forked, so that no child has to import it
+
 RESULTS = Path(__file__).parent / "results" / "agent_kills.md"
-KILLS_OF_A_COURSE = 12
+KILLS_OF_A_COURSE = 40
 """Kills after which a course is left alone."""
+CALLS_BEFORE_A_KILL = 50
+"""Most calls that are made before the next kill; a step has twice as many."""
+PAUSES = (0.0, 0.02, 0.02, 0.5)
+"""Most seconds from there to the kill, which is within a call, a turn, or the training of the step."""
+assert build
 WORKERS = "actor_rollout_ref.rollout.agent.num_workers"
 
 
 class Course:
     """One run, until it has ended."""
 
-    def __init__(self, trial: Trial, number: int, seconds: float) -> None:
-        """`seconds` is how long the run takes that is not killed."""
+    def __init__(self, trial: Trial, number: int) -> None:
         self.trial = trial
         self.out = trial.folder / f"course{number}"
         self.draw = random.Random(number)
-        self.seconds = seconds
         self.has_processes = number % 3 == 2
         self.kills = Counter[str]()
         for left in trial.folder.glob(f"{self.out.name}*"):  # of a course that was not ended
@@ -72,35 +77,22 @@ class Course:
 
     def disturb(self, child: int) -> None:
         """Kill the run, or processes of its tools and then the run, at random moments of its episodes."""
-        begun = time.time()
-        if not self.waits(child, lambda: self.newest() > begun):
-            return
         for target in ["process"] * self.draw.randint(0, 2) * self.has_processes + ["run"]:
-            until = time.time() + self.draw.uniform(0, 0.5) * self.seconds
-            if not self.waits(child, lambda until=until: time.time() > until):
-                return
+            calls = self.num_calls() + self.draw.randint(1, CALLS_BEFORE_A_KILL)
+            while self.num_calls() < calls:
+                if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
+                    return
+                time.sleep(0.01)
+            time.sleep(self.draw.uniform(0, self.draw.choice(PAUSES)))
             victims = hosts_of(child) if target == "process" else [child]
             if victims:
                 os.kill(self.draw.choice(victims), signal.SIGKILL)
                 self.kills[target] += 1
 
-    def waits(self, child: int, ready: Any) -> bool:
-        """Wait until something is `ready`; return False where the run has ended before."""
-        while not ready():
-            if os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None:
-                return False
-            time.sleep(0.005)
-        return True
-
-    def newest(self) -> float:
-        """Return when the journal was last written, in seconds since the epoch."""
-        times = [0.0]
-        for path in (self.out / "journal").glob("*-*.jsonl"):
-            try:
-                times.append(path.stat().st_mtime)
-            except FileNotFoundError:  # a checkpoint has its rows by now
-                continue
-        return max(times)
+    def num_calls(self) -> int:
+        """Return how many calls the run has carried out."""
+        effects = self.out.with_suffix(".effects")
+        return effects.read_bytes().count(b"\n") if effects.exists() else 0
 
 
 def hosts_of(parent: int) -> list[int]:
@@ -174,6 +166,7 @@ def main() -> None:
     """Kill, print a line for each course, and write the page."""
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("--kills", type=int, default=300)
+    words.add_argument("--seed", type=int, default=0, help="of the first run")
     words.add_argument("--out", type=Path, default=Path(tempfile.gettempdir()) / "agent_kills")
     options = words.parse_args()
     folder = options.out
@@ -182,12 +175,10 @@ def main() -> None:
     done = [json.loads(line) for line in record.read_text().splitlines()] if record.exists() else []
     inputs = write_inputs(folder / "inputs")
     shutil.rmtree(folder / "runs", ignore_errors=True)
-    began = time.monotonic()
     trial = Trial(inputs, folder / "runs")
-    seconds = time.monotonic() - began
     while (kills := sum(sum(course["kills"].values()) for course in done)) < options.kills:
         print(f"{kills} of {options.kills} kills, {len(done)} runs have ended", flush=True)
-        found = Course(trial, len(done), seconds).ended()
+        found = Course(trial, options.seed + len(done)).ended()
         done.append(found)
         with record.open("a") as file:
             file.write(json.dumps(found) + "\n")

@@ -199,7 +199,9 @@ class AgentBuilder:
 class _WithInteractions:
     """Two agents, one for rows that name an interaction, and one for the others."""
 
-    def __init__(self, plain: Agent, talking: Agent) -> None:
+    is_journaled = True
+
+    def __init__(self, plain: ChatAgent, talking: ChatAgent) -> None:
         self._plain = plain
         self._talking = talking
 

@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 from hybridflow.agent.conversation import Conversation, Message, messages_of
 from hybridflow.agent.episode import AgentResult, Episode, LengthReached, Policy, TrajectoryFailed
 from hybridflow.agent.hosted_environment import EnvironmentSpec, HostedEnvironment
+from hybridflow.agent.journaled import JournaledEnvironment, JournaledTool
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.data.chat_template import ChatTemplate, TemplateDifference
 from hybridflow.data.tokenizer import Tokenizer, text_of, without_special
@@ -38,7 +39,7 @@ from hybridflow.tools.parsers.response import (
     read_response,
     unread_message,
 )
-from hybridflow.tools.toolset import MethodTool, OpenTools, Toolset
+from hybridflow.tools.toolset import OpenTools, Toolset
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +71,8 @@ class ChatAgent:
     without a tool call ends them.
     """
 
+    is_journaled = True
+
     def __init__(
         self, parts: ChatParts, environment: EnvironmentSpec | None = None, *, rewarded: bool = True
     ) -> None:
@@ -84,16 +87,12 @@ class ChatAgent:
     async def run(self, episode: Episode, policy: Policy) -> AgentResult:
         """Play one conversation to its end."""
         parts = self._parts
-        environment = None
-        methods: list[MethodTool] = []
-        if self._environment is not None:
-            spec = self._environment
-            environment = await HostedEnvironment.open(
-                spec.name, spec.options, episode, parts.hosts, parts.agent.call_deadline
-            )
-            methods = [environment.tool(name, schema) for name, schema in spec.tools.items()]
+        journal = policy.journal
+        journaled = None if journal is None else partial(JournaledTool, journal=journal)
+        environment = await self._opened(episode, policy)
+        methods = environment.tools() if environment is not None else []
         try:
-            tools = await parts.tools.open(parts.hosts, _tools_kwargs(episode), methods)
+            tools = await parts.tools.open(parts.hosts, _tools_kwargs(episode), methods, journaled)
             dialogue = _Dialogue(parts, policy, tools, environment, self._rewarded)
             try:
                 await dialogue.to_the_end(episode)
@@ -109,6 +108,17 @@ class ChatAgent:
         finally:
             if environment is not None:
                 await environment.close()
+
+    async def _opened(self, episode: Episode, policy: Policy) -> HostedEnvironment | None:
+        """Return the environment of an episode; one with a journal is made when it is needed."""
+        spec = self._environment
+        if spec is None:
+            return None
+        hosts = self._parts.hosts
+        deadline = self._parts.agent.call_deadline
+        if policy.journal is not None:
+            return JournaledEnvironment(spec, episode, hosts, deadline, policy.journal)
+        return HostedEnvironment(spec, await spec.made(episode, hosts, deadline), deadline, policy.name)
 
     def _tell_difference(self, difference: TemplateDifference | None) -> None:
         """Log the first difference; all are counted."""
@@ -229,7 +239,7 @@ class _Dialogue:
         calls = read.calls
         answers: list[ToolAnswer] = []
         if calls:
-            answers = await self.tools.call(calls, self.policy.log)
+            answers = await self.tools.call(calls, self.policy.log, f"{self.policy.name}.{call}")
         messages: list[Message] = []
         for number, (made, answer) in enumerate(zip(calls, answers, strict=True)):
             self.counts["tool_calls"] += 1

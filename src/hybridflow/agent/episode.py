@@ -12,8 +12,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
+from uuid import uuid4
 
+from hybridflow.agent.journal import OUTPUT, SAMPLED, EpisodeJournal
 from hybridflow.data.prompts import PromptRow
 from hybridflow.errors import HybridFlowError
 from hybridflow.protocol.prompt import Prompt
@@ -81,7 +84,11 @@ class AgentResult:
 
 
 class Agent(Protocol):
-    """Runs episodes by calling the policy; one instance serves all episodes of a run."""
+    """Runs episodes by calling the policy; one instance serves all episodes of a run.
+
+    One with `is_journaled = True` does everything that has effects through the policy's journal, so that its
+    episodes can be continued by another process.
+    """
 
     async def run(self, episode: Episode, policy: Policy) -> AgentResult:
         """Run one episode. What it raises fails the trajectory; TrajectoryFailed names the cause."""
@@ -117,9 +124,19 @@ class Policy:
     """The calls of one trajectory; several may run at once."""
 
     def __init__(
-        self, client: LLMClient, episode: Episode, limits: PolicyLimits, next_id: Callable[[], int]
+        self,
+        client: LLMClient,
+        episode: Episode,
+        limits: PolicyLimits,
+        next_id: Callable[[], int],
+        journal: EpisodeJournal | None = None,
     ) -> None:
-        """`next_id` gives request ids that are unique among all trajectories."""
+        """`next_id` gives request ids that are unique among all trajectories; `journal` has the calls of this
+        one that were made before.
+        """
+        self.journal = journal
+        self.name = uuid4().hex if journal is None else journal.name
+        """The ids of calls of tools and environments begin with it."""
         self.calls: list[PolicyCall] = []
         """The calls that were answered, in the order of their answers."""
         self.limits = limits
@@ -144,12 +161,16 @@ class Policy:
         room = self._room(prompt)
         if sampling.max_tokens > room:
             sampling = replace(sampling, max_tokens=room, min_tokens=min(sampling.min_tokens, room))
-        seed = self._seed
-        if self._begun:
-            seed = derive_seed(self._seed, "call", self._begun)
+        number = self._begun
         self._begun += 1
+        seed = derive_seed(self._seed, "call", number) if number else self._seed
+        request = GenerationRequest(self._next_id(), prompt, sampling, seed)
         with self.log.span("generate") as span:
-            output = await self._answer(GenerationRequest(self._next_id(), prompt, sampling, seed))
+            if self.journal is None:
+                output = await self._answer(request)
+            else:
+                answer = partial(self._answer, request)
+                output = await self.journal.once(f"{SAMPLED}{number}", prompt.key, OUTPUT, answer)
             span.attributes, span.texts = facts_of(prompt, output)
         self.calls.append(PolicyCall(prompt, output))
         return output

@@ -5,9 +5,11 @@ chat agent ──reset, step, score, close──► HostedEnvironment ──► 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from hybridflow.agent.episode import Episode, TrajectoryFailed
@@ -15,7 +17,8 @@ from hybridflow.environments.base import Observation, Step, step_of
 from hybridflow.environments.load import load_environment
 from hybridflow.processes.errors import CallFailed, CallRaised
 from hybridflow.processes.local import HostsLike, ObjectLike
-from hybridflow.tools.function_tool import tool_methods
+from hybridflow.tools.base import AfterLoss, Tool, checked_after_loss
+from hybridflow.tools.function_tool import CALL_ID, mark_of, takes_id, tool_methods
 from hybridflow.tools.toolset import MethodTool
 
 FACTORY = "hybridflow.environments.load:open_environment"
@@ -27,33 +30,62 @@ class EnvironmentSpec:
 
     name: str
     options: Mapping[str, Any]
-    tools: Mapping[str, Mapping[str, Any]]
-    """Schemas of its methods that are tools, by the names of the methods."""
+    cls: type[Any]
 
     @classmethod
     def of(cls, name: str, options: Mapping[str, Any]) -> EnvironmentSpec:
         """Make one, to check that it can be made; ConfigError where it cannot."""
-        return cls(name, options, tool_methods(type(load_environment(name, options)())))
+        spec = cls(name, options, type(load_environment(name, options)()))
+        can_ask = hasattr(spec.cls, "outcome")
+        for policy in (spec.after_loss, *map(spec.after_loss_of, spec.tools)):
+            if policy is not None:
+                checked_after_loss(policy, name, can_ask=can_ask)
+        return spec
+
+    @cached_property
+    def tools(self) -> Mapping[str, Mapping[str, Any]]:
+        """Schemas of its methods that are tools, by the names of the methods."""
+        return tool_methods(self.cls)
+
+    @property
+    def after_loss(self) -> AfterLoss | None:
+        """Policy for a step that was cut off; None: it does not say."""
+        policy: AfterLoss | None = self.cls.after_loss
+        return policy
+
+    @property
+    def has_state(self) -> bool:
+        """Whether another object of it can go on from what `state()` gives."""
+        return hasattr(self.cls, "state") and hasattr(self.cls, "restore")
+
+    def after_loss_of(self, method: str) -> AfterLoss:
+        """Return the policy for a call of a method that is a tool, where it was cut off."""
+        mark = mark_of(getattr(self.cls, method))
+        return (mark and mark.after_loss) or self.after_loss or "repeat"
+
+    def takes_id(self, method: str) -> bool:
+        """Return whether a method is to be given the id of each call."""
+        return takes_id(getattr(self.cls, method))
+
+    async def made(self, episode: Episode, hosts: HostsLike, deadline_s: float) -> ObjectLike:
+        """Make the environment of an episode. Raises TrajectoryFailed."""
+        words = (self.name, dict(self.options), episode.group_seed, episode.seed)
+        try:
+            return await hosts.create(FACTORY, *words, deadline_s=deadline_s)
+        except CallFailed as error:
+            raise failure_of(error, f"{self.name} could not be made") from error
 
 
 class HostedEnvironment:
     """The environment of one trajectory; every failure is a TrajectoryFailed with its cause."""
 
-    def __init__(self, target: ObjectLike, deadline_s: float) -> None:
+    def __init__(self, spec: EnvironmentSpec, target: ObjectLike, deadline_s: float, name: str) -> None:
+        """`name` begins the ids of its calls."""
+        self.spec = spec
+        self.deadline_s = deadline_s
         self._target = target
-        self._deadline_s = deadline_s
-
-    @classmethod
-    async def open(
-        cls, spec: str, options: Mapping[str, Any], episode: Episode, hosts: HostsLike, deadline_s: float
-    ) -> HostedEnvironment:
-        """Make the environment of an episode."""
-        words = (spec, dict(options), episode.group_seed, episode.seed)
-        try:
-            target = await hosts.create(FACTORY, *words, deadline_s=deadline_s)
-        except CallFailed as error:
-            raise failure_of(error, f"{spec} could not be made") from error
-        return cls(target, deadline_s)
+        self._name = name
+        self._numbers = Counter[str]()
 
     async def reset(self, row: Mapping[str, Any]) -> Observation:
         """Return the first observation."""
@@ -77,18 +109,29 @@ class HostedEnvironment:
     async def close(self) -> None:
         """Close the environment; errors are ignored."""
         with suppress(CallFailed):  # its trajectory has ended, and has its outcome
-            await self._target.call("close", deadline_s=self._deadline_s)
+            await self._target.call("close", deadline_s=self.deadline_s)
         await self._target.close()
 
+    def tools(self) -> list[Tool]:
+        """Return its methods that are tools of the model."""
+        spec = self.spec
+        return [
+            MethodTool(name, schema, self._target, spec.after_loss_of(name), takes_id=spec.takes_id(name))
+            for name, schema in spec.tools.items()
+        ]
+
     async def _call(self, method: str, *args: Any) -> Any:
+        number = self._numbers[method]
+        self._numbers[method] += 1
+        return await self._made(method, f"{self._name}.{method}.{number}", *args)
+
+    async def _made(self, method: str, call_id: str, *args: Any) -> Any:
+        """Make a call, which has this id."""
+        kwargs = {CALL_ID: call_id} if self.spec.takes_id(method) else {}
         try:
-            return await self._target.call(method, *args, deadline_s=self._deadline_s)
+            return await self._target.call(method, *args, deadline_s=self.deadline_s, **kwargs)
         except CallFailed as error:
             raise failure_of(error, f"{method}() of the environment") from error
-
-    def tool(self, name: str, schema: Mapping[str, Any]) -> MethodTool:
-        """Return the method of this name as a tool of the model."""
-        return MethodTool(name, schema, self._target)
 
 
 def failure_of(error: CallFailed, what: str) -> TrajectoryFailed:

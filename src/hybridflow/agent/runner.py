@@ -34,6 +34,7 @@ from hybridflow.agent.episode import (
     PolicyLimits,
     TrajectoryFailed,
 )
+from hybridflow.agent.journal import BegunAnew, EpisodeJournal, Journal
 from hybridflow.config.agent import AgentConfig
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
@@ -83,9 +84,15 @@ class Runner:
         hosts: HostsLike,
         limit: Limit,
         numbers: Iterator[int] | None = None,
+        journal: Journal | None = None,
     ) -> None:
         """`hosts` run the code of tools and environments; `limit` is kept from step to step. `numbers` are
-        those of requests; None: from 0.
+        those of requests; None: from 0. By the `journal` episodes go on that another process has begun.
+        """
+        self.journal = journal
+        self.survived = Counter[str]()
+        """Episodes that went on by their journal, or began anew, and calls of which nobody knows whether they
+        were carried out, by the last word of their metric.
         """
         self.retried: Counter[FailureCause] = Counter()
         """Tries that have failed and were followed by another one, by cause."""
@@ -147,7 +154,8 @@ class Runner:
             "environment": retries.environment,
             "deadline": retries.deadline,
         }
-        for attempt in itertools.count(1):
+        draws = 0
+        while True:
             trajectory = await self._once(client, episode)
             cause = trajectory.outcome.cause
             self._tell(trajectory)
@@ -155,8 +163,9 @@ class Runner:
                 return trajectory
             left[cause] -= 1
             self.retried[cause] += 1
-            episode = replace(episode, seed=derive_seed(episode.seed, "again", attempt))
-        raise AssertionError("an endless loop ends by returning")
+            if cause != "infrastructure" or self.journal is None:  # else it goes on from its last turn
+                draws += 1
+                episode = replace(episode, seed=derive_seed(episode.seed, "again", draws))
 
     def _tell(self, trajectory: Trajectory) -> None:
         """Log the first failure of each cause; all are counted."""
@@ -166,17 +175,50 @@ class Runner:
             logger.warning("a trajectory has failed (%s): %s", cause, trajectory.outcome.detail)
 
     async def _once(self, client: LLMClient, episode: Episode) -> Trajectory:
-        policy = Policy(client, episode, self._limits, lambda: next(self._ids))
+        journal = self._journal_of(episode)
+        policy = Policy(client, episode, self._limits, lambda: next(self._ids), journal)
         try:
             trajectory = await self._played(episode, policy)
+        except BegunAnew as error:
+            assert journal is not None, "nothing else raises it"
+            logger.warning("an episode begins anew: %s", error)
+            await journal.end(str(error))
+            self.survived["begun_anew"] += 1
+            return await self._once(client, episode)
         finally:
             await policy.close()
+        if journal is not None:
+            await self._note_end(journal, trajectory, client)
         return replace(trajectory, spans=tuple(policy.log.spans))
+
+    async def _note_end(self, journal: EpisodeJournal, trajectory: Trajectory, client: LLMClient) -> None:
+        """Count what the journal was good for, and note a failure that another process is not to repeat."""
+        self.survived["continued"] += journal.has_past and not trajectory.failed
+        self.survived["calls_unknown"] += journal.num_unknown
+        cause = trajectory.outcome.cause
+        is_known = journal.failed is not None or client.failure is not None
+        if cause is None or cause in ("infrastructure", "cancelled") or is_known:
+            return
+        await journal.fail(cause, trajectory.outcome.detail)
+
+    def _journal_of(self, episode: Episode) -> EpisodeJournal | None:
+        """Return the journal of an episode whose agent keeps one."""
+        if self.journal is None:
+            return None
+        with suppress(TrajectoryFailed):  # there is no such agent, which fails the episode as it is played
+            if getattr(self._agent_of(episode), "is_journaled", False):
+                facts = (episode.group_seed, episode.seed, episode.prompt.key)
+                return self.journal.episode(episode.group, episode.sample, facts)
+        return None
 
     async def _played(self, episode: Episode, policy: Policy) -> Trajectory:
         try:
+            if policy.journal is not None and policy.journal.failed is not None:
+                return _failed(episode, *policy.journal.failed)
             result = await _in_time(self._agent_of(episode).run(episode, policy), self._config.deadline)
             return self._trajectory(episode, policy, result)
+        except BegunAnew:
+            raise
         except TrajectoryFailed as error:
             return _failed(episode, error.cause, str(error))
         except LengthReached as error:

@@ -24,6 +24,7 @@ from hybridflow.observability.progress import progress
 from hybridflow.processes.errors import CallRaised, CallTooLong
 from hybridflow.processes.local import LocalObject
 from hybridflow.tools import tool_methods
+from hybridflow.tools.function_tool import takes_id
 from hybridflow.tools.parsers.calls import ToolCall, call_of, read_json
 from hybridflow.tools.parsers.hermes import HermesParser
 from hybridflow.tools.parsers.source import Unreadable
@@ -56,7 +57,11 @@ class Game:
         self.runner = runner
         self.total = 0.0
         self.target = LocalObject(environment)
-        methods = [MethodTool(*each, self.target) for each in tool_methods(type(environment)).items()]
+        cls = type(environment)
+        methods = [
+            MethodTool(name, schema, self.target, takes_id=takes_id(getattr(cls, name)))
+            for name, schema in tool_methods(cls).items()
+        ]
         keys = MultiTurnConfig(max_parallel_calls=MANY, max_tool_response_length=MANY)
         self.tools = OpenTools(methods, keys, CALL_DEADLINE)
         self.usage = {}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hybridflow.config.schema import at_most, group, key
+from hybridflow.config.schema import at_most, group, key, needs
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,12 @@ class MultiTurnConfig:
         "disable",
         "Compare the tokens of a conversation with those of its chat template as a whole, and count "
         "differences: strict: all; ignore_strippable: all but whitespace; disable: no comparison.",
+    )
+    journal: bool = key(
+        False,
+        "Keep what training episodes have done in the run's folder, turn by turn, until a checkpoint has "
+        "their rows: a run that goes on after a loss continues them, and calls no tool twice.",
+        needs("trainer.save_freq>0", "without checkpoints no run goes on"),
     )
 
 

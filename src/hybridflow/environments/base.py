@@ -19,7 +19,9 @@ import math
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
 from numbers import Real
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, TypeAlias
+
+from hybridflow.tools.base import AfterLoss
 
 if TYPE_CHECKING:  # a process that runs environments, or a person who tries one, needs no torch
     from hybridflow.protocol.prompt import Prompt
@@ -65,6 +67,17 @@ class Environment:
     Methods may be `async`. What they raise fails the trajectory (cause "environment"), which is then tried
     again or left out, and never trained as a reward of zero. Methods marked with `@tool` are tools of the
     model: their calls never reach `step`.
+
+    With two further methods, `state()`, which returns anything but None that JSON can write, and
+    `restore(state)`, an episode goes on in another object, after the process of the first one was lost
+    (`actor_rollout_ref.rollout.multi_turn.journal`). `restore` is called in place of `reset`.
+    """
+
+    after_loss: ClassVar[AfterLoss | None] = None
+    """Policy for a step whose process was lost before it had answered: `repeat` makes it again, `ask`
+    calls `outcome(call_id)`, which returns what the step has returned or None where it was not carried out,
+    and `fail` fails the episode. None is `repeat` where there is a state. Without a state, `repeat` says that
+    all calls of an episode may be made again, to come to where it was; else the episode begins anew.
     """
 
     seed: int = 0

@@ -37,6 +37,8 @@ class Adventure(Environment):
     `escaped` (0 or 1).
     """
 
+    after_loss = "repeat"
+
     def __init__(self, moves: int = 12) -> None:
         if moves < 4:
             raise ConfigError(f"adventure: got moves={moves}; getting out takes 4, wanted at least 4")
@@ -104,6 +106,8 @@ class Calculator(Environment):
     calculator gives numbers by chance, so that calling it teaches nothing. Metric: `acc`.
     """
 
+    after_loss = "repeat"
+
     def __init__(
         self, products: int = 2, digits: int = 2, answers: Literal["right", "random"] = "right"
     ) -> None:
@@ -160,6 +164,8 @@ class Guess(Environment):
     The reward is 1 − (guesses used − 1) / `guesses`, and 0 where the number was not found. A turn that is
     no number counts as a guess. Metrics: `num_guesses`, and `found` (0 or 1).
     """
+
+    after_loss = "repeat"
 
     def __init__(self, largest: int = 20, guesses: int = 8) -> None:
         if largest < 1 or guesses < 1:
@@ -219,6 +225,8 @@ class Search(Environment):
 
     The reward is 1 where the answer is the looked-up word. `topk` facts answer a search. Metric: `acc`.
     """
+
+    after_loss = "repeat"
 
     def __init__(self, people: int = 8, topk: int = 1) -> None:
         if not 1 <= people < len(WORDS) or topk < 1:

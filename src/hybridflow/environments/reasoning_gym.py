@@ -16,6 +16,8 @@ class ReasoningGym(Environment):
     The reward is the scorer's, in [0, 1]. Metric: `acc`, which is 1 for a full score.
     """
 
+    after_loss = "repeat"
+
     def __init__(self, task: str, **options: Any) -> None:
         self.task = task
         self.options = options

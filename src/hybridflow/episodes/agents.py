@@ -14,6 +14,7 @@ from dataclasses import replace
 from hybridflow.agent.build import SINGLE_TURN, AgentBuilder
 from hybridflow.agent.collate import GROUPS_PER_STEP
 from hybridflow.agent.episode import Agent, Episode, PolicyLimits, TrajectoryFailed, facts_of
+from hybridflow.agent.journal import Journal
 from hybridflow.agent.runner import Concurrency, Ended, Limit, Runner
 from hybridflow.agent.single_turn import RequestBatch
 from hybridflow.config import PPOConfig
@@ -32,14 +33,22 @@ from hybridflow.workers import RolloutGroup
 class Agents:
     """The agents of a run; close them at its end."""
 
-    def __init__(self, config: PPOConfig, tokenizer: Tokenizer, names: Collection[str] = ()) -> None:
-        """Build the agents that the keys name, and those of these `names`, which rows of the data give.
+    def __init__(
+        self,
+        config: PPOConfig,
+        tokenizer: Tokenizer,
+        names: Collection[str] = (),
+        journal: Journal | None = None,
+    ) -> None:
+        """Build the agents that the keys name, and those of these `names`, which rows of the data give; their
+        training episodes are kept in the `journal`.
 
         ConfigError or DataError where one of them cannot be built.
         """
         asked = set(names) - {SINGLE_TURN}
         self.are_used = bool(asked) or uses_agents(config)
         """Whether any request is run by agents, and not as a single request."""
+        self.journal = journal
         self._tokenizer = tokenizer
         self._seed = config.trainer.seed
         self._keys = config.actor_rollout_ref.rollout.agent
@@ -72,7 +81,8 @@ class Agents:
         if self.are_used:
             episodes = self._episodes(requests, held_out)
             self.processes()
-            metrics, stats = rollout.run(lambda client: self._play(client, episodes, ended))
+            journal = None if held_out else self.journal
+            metrics, stats = rollout.run(lambda client: self._play(client, episodes, ended, journal=journal))
             metrics.update(self.processes())
             return metrics, stats
         started = time.time()
@@ -100,7 +110,8 @@ class Agents:
         longer where they are not `timed`. ReplicaLost where no engine is left.
         """
         if self.are_used:
-            return await self._play(client, self._episodes(requests, False), ended, numbers)
+            episodes = self._episodes(requests, False)
+            return await self._play(client, episodes, ended, numbers, self.journal)
         deadline = self._keys.request_deadline if timed else None
 
         async def answer(place: int) -> None:
@@ -140,6 +151,7 @@ class Agents:
         episodes: Sequence[Episode],
         ended: Ended,
         numbers: Iterator[int] | None = None,
+        journal: Journal | None = None,
     ) -> Metrics:
         """Run episodes by `client`; `numbers` are those of requests, where others run beside them."""
         told: list[Trajectory] = []
@@ -156,9 +168,14 @@ class Agents:
             hosts=self._builder.hosts,
             limit=self._limit,
             numbers=numbers,
+            journal=journal,
         )
         shared = None if numbers is None else self._shared_by_all(client, runner)
-        await runner.run(client, episodes, hear, shared)
+        try:
+            await runner.run(client, episodes, hear, shared)
+        finally:
+            if journal is not None:
+                journal.close_groups(episode.group for episode in episodes)
         return _metrics(told, runner)
 
     def _trajectory(
@@ -222,5 +239,8 @@ def _metrics(trajectories: Sequence[Trajectory], runner: Runner) -> Metrics:
             metrics.add_mean(f"agent/{name}", value, 1.0)
     for cause, count in runner.retried.items():
         metrics.add_sum(f"agent/num_retried/{cause}", float(count))
+    if runner.journal is not None:
+        for name in ("continued", "begun_anew", "calls_unknown"):
+            metrics.add_sum(f"agent/journal/{name}", float(runner.survived[name]))
     metrics.add_max("agent/max_concurrent", float(runner.peak))
     return metrics

@@ -12,17 +12,29 @@ from dataclasses import dataclass, field
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from hybridflow.errors import HybridFlowError
+from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.processes.errors import CallFailed, CallTooLong, ProcessLost
 
 if TYPE_CHECKING:  # the data of a run need torch, and tools do without it
     from hybridflow.protocol.trajectory import FailureCause
 
-ToolProblem = Literal["", "unknown", "malformed", "raised", "deadline", "too_many"]
+ToolProblem = Literal["", "unknown", "malformed", "raised", "deadline", "too_many", "cut_off"]
 """Why a call has no answer of its tool: there is no tool of that name; its arguments are no JSON object, or
-do not fit the schema; the tool raised; it took too long; a turn had more calls than are made. The model reads
-a sentence about it, and may try again.
+do not fit the schema; the tool raised; it took too long; a turn had more calls than are made; its process was
+lost meanwhile (`AfterLoss`). The model reads a sentence about it, and may try again.
 """
+AfterLoss = Literal["repeat", "ask", "fail"]
+"""Policy for a call whose process was lost before it had answered, when its episode goes on: it is made
+again; `outcome(call_id)` says whether it was carried out, and how; it is told that nobody knows.
+"""
+
+
+def checked_after_loss(value: Any, whose: str, *, can_ask: bool) -> None:
+    """Raise ConfigError for what is no `AfterLoss`, and for `ask` where there is nobody to be asked."""
+    if value not in ("repeat", "ask", "fail"):
+        raise ConfigError(f"{whose}: got after_loss={value!r}, wanted repeat, ask or fail")
+    if value == "ask" and not can_ask:
+        raise ConfigError(f"{whose}: after_loss=ask wants an outcome(call_id) that can be asked, or say fail")
 
 
 class ToolFailed(HybridFlowError):
@@ -99,14 +111,28 @@ class Tool(Protocol):
     def schema(self) -> Mapping[str, Any]:
         """OpenAI's form: {"type": "function", "function": {"name", "description", "parameters"}}."""
 
+    @property
+    def after_loss(self) -> AfterLoss:
+        """Policy for a call that was cut off."""
+
+    @property
+    def has_state(self) -> bool:
+        """Whether it keeps something of a trajectory between its calls."""
+
     async def open(self, create_kwargs: Mapping[str, Any]) -> None:
         """Begin a trajectory, with what its row has under `tools_kwargs.NAME.create_kwargs`.
 
         Raises ToolFailed.
         """
 
-    async def call(self, arguments: dict[str, Any], deadline_s: float) -> ToolAnswer:
+    async def call(self, arguments: dict[str, Any], deadline_s: float, call_id: str) -> ToolAnswer:
         """Answer one call; a failure is an answer with a `problem`. Raises ToolFailed for a lost process."""
+
+    async def outcome(self, call_id: str, deadline_s: float) -> ToolAnswer | None:
+        """Return the answer of a call that was cut off, or None where it was not carried out.
+
+        Raises ToolFailed where it cannot say.
+        """
 
     async def close(self, score: bool = False) -> float:
         """End the trajectory; return the tool's reward for the whole of it where `score` asks for it.

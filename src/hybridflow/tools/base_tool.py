@@ -11,6 +11,7 @@ from typing import Any, ClassVar
 from uuid import uuid4
 
 from hybridflow.errors import ConfigError
+from hybridflow.tools.base import AfterLoss
 from hybridflow.tools.schemas import OpenAIFunctionToolSchema, ToolResponse
 
 
@@ -24,6 +25,10 @@ class BaseTool:
     """
 
     in_process: ClassVar[bool] = False
+    after_loss: ClassVar[AfterLoss] = "repeat"
+    """Policy for a call whose process was lost before it had answered; `config: {after_loss: fail}` in
+    the file says it of a single tool. One that is repeated gets all calls of its trajectory again.
+    """
     default_schema: ClassVar[OpenAIFunctionToolSchema | None] = None
     """Schema where the file gives no `tool_schema`."""
 
@@ -56,8 +61,14 @@ class BaseTool:
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float | None, dict[str, Any] | None]:
-        """Answer a call: what the model reads, the reward of the call, and numbers for the trackers."""
+        """Answer a call: what the model reads, the reward of the call, and numbers for the trackers.
+
+        With an argument `call_id`, which has a default, it is given the id of the call.
+        """
         return ToolResponse(), 0.0, {}
+
+    async def outcome(self, instance_id: str, call_id: str) -> Any:
+        """Return what `execute` has returned for a call, or None where it was not carried out (`ask`)."""
 
     async def calc_reward(self, instance_id: str, **kwargs: Any) -> float:
         """Return the tool's reward for the whole trajectory, added to those of the calls."""

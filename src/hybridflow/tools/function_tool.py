@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, overload
 
 from hybridflow.errors import ConfigError
+from hybridflow.tools.base import AfterLoss, checked_after_loss
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 
@@ -29,6 +30,8 @@ TYPES: dict[Any, str] = {
     dict: "object",
     Mapping: "object",
 }
+CALL_ID = "call_id"
+"""The argument of a tool that is not the model's: the id of the call."""
 LISTS = (list, tuple, set, Sequence)
 SECTION = re.compile(r"^(?:(?:Args|Arguments|Parameters|Returns|Yields|Raises|Examples?):\s*$|:\w+)", re.M)
 GOOGLE_BLOCK = re.compile(r"^(?:Args|Arguments|Parameters):\s*\n((?:[ \t]+.*\n?|\n)*)", re.M)
@@ -44,6 +47,9 @@ class ToolMark:
     description: str | None = None
     schema: Mapping[str, Any] | None = None
     in_process: bool = False
+    after_loss: AfterLoss | None = None
+    """None: repeat, and for a method that of its environment."""
+    outcome: Callable[[str], Any] | None = None
 
 
 @overload
@@ -59,6 +65,8 @@ def tool(
     description: str | None = None,
     schema: Mapping[str, Any] | None = None,
     in_process: bool = False,
+    after_loss: AfterLoss | None = None,
+    outcome: Callable[[str], Any] | None = None,
 ) -> Callable[[Function], Function]: ...
 
 
@@ -70,6 +78,8 @@ def tool(
     description: str | None = None,
     schema: Mapping[str, Any] | None = None,
     in_process: bool = False,
+    after_loss: AfterLoss | None = None,
+    outcome: Callable[[str], Any] | None = None,
 ) -> Any:
     """Mark a function, or a method of an environment, as a tool: `@tool`, `@tool("name")`, `@tool(name=…)`.
 
@@ -78,10 +88,17 @@ def tool(
     made of the signature, for a function whose arguments have no JSON types. A function runs in a worker
     process, which is killed at the deadline of a call; with `in_process` in the driver, in a thread that
     cannot be killed, or on the event loop if it is `async`.
+
+    An argument `call_id: str` is not the model's: it is the id of the call, the same when the call is made
+    again. `after_loss` says what becomes of a call that was cut off, with `ask` by `outcome(call_id)`: what
+    the tool has returned, or None where it was not carried out.
+    Raises ConfigError for another `after_loss`.
     """
     if isinstance(function, str):
         name = function
-    mark = ToolMark(name, description, schema, in_process)
+    if after_loss is not None:  # a method's environment may have an outcome of its own
+        checked_after_loss(after_loss, f"@tool({name or ''})", can_ask=True)
+    mark = ToolMark(name, description, schema, in_process, after_loss, outcome)
 
     def marked(function: Function) -> Function:
         function.__tool__ = mark  # type: ignore[attr-defined]
@@ -108,6 +125,11 @@ def tool_methods(cls: type) -> Mapping[str, dict[str, Any]]:
     return {name: schema_of(method) for name, method in inspect.getmembers(cls) if mark_of(method)}
 
 
+def takes_id(function: Callable[..., Any]) -> bool:
+    """Return whether a function is to be given the id of each call."""
+    return CALL_ID in inspect.signature(function).parameters
+
+
 def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     """Return OpenAI's schema of a function: {"type": "function", "function": {…}}.
 
@@ -123,7 +145,7 @@ def schema_of(function: Callable[..., Any]) -> dict[str, Any]:
     properties: dict[str, Any] = {}
     required = []
     for parameter in inspect.signature(function).parameters.values():
-        if parameter.name == "self":
+        if parameter.name in ("self", CALL_ID):
             continue
         where = f"{place}, argument {parameter.name!r}"
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY):

@@ -16,9 +16,9 @@ from pydantic import ValidationError
 from hybridflow.data.plugin import blaming, load_class, load_entries, load_module, load_object
 from hybridflow.errors import ConfigError
 from hybridflow.processes.local import in_thread
-from hybridflow.tools.base import ToolAnswer, answer_of, finite_reward
+from hybridflow.tools.base import AfterLoss, ToolAnswer, answer_of, checked_after_loss, finite_reward
 from hybridflow.tools.base_tool import BaseTool
-from hybridflow.tools.function_tool import mark_of, schema_of
+from hybridflow.tools.function_tool import CALL_ID, mark_of, schema_of, takes_id
 from hybridflow.tools.schemas import OpenAIFunctionToolSchema
 
 
@@ -29,9 +29,16 @@ class ToolInstance:
         self._tool = tool
         self._instance_id = instance_id
 
-    async def execute(self, arguments: dict[str, Any], execute_kwargs: Mapping[str, Any]) -> ToolAnswer:
+    async def execute(
+        self, arguments: dict[str, Any], execute_kwargs: Mapping[str, Any], call_id: str
+    ) -> ToolAnswer:
         """Answer a call."""
-        return answer_of(await self._tool.execute(self._instance_id, arguments, **execute_kwargs))
+        kwargs = _with_id(self._tool.execute, execute_kwargs, call_id)
+        return answer_of(await self._tool.execute(self._instance_id, arguments, **kwargs))
+
+    async def outcome(self, call_id: str) -> list[ToolAnswer]:
+        """Return the answer of a call that was cut off, or none."""
+        return _answers(await self._tool.outcome(self._instance_id, call_id))
 
     async def finish(
         self, score: bool, calc_reward_kwargs: Mapping[str, Any], release_kwargs: Mapping[str, Any]
@@ -46,13 +53,32 @@ class ToolInstance:
 
 
 async def call_function(
-    path: str, arguments: dict[str, Any], execute_kwargs: Mapping[str, Any]
+    path: str, arguments: dict[str, Any], execute_kwargs: Mapping[str, Any], call_id: str
 ) -> ToolAnswer:
     """Call "module:function"; a synchronous one in a thread, so that an event loop goes on meanwhile."""
     function = load_object(path, key="tool")
+    return answer_of(await _called(function, **arguments, **_with_id(function, execute_kwargs, call_id)))
+
+
+async def function_outcome(path: str, call_id: str) -> list[ToolAnswer]:
+    """Return the answer of a call of "module:function" that was cut off, or none."""
+    mark = mark_of(load_object(path, key="tool"))
+    assert mark is not None and mark.outcome is not None, "checked as the tool was loaded"
+    return _answers(await _called(mark.outcome, call_id))
+
+
+async def _called(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if inspect.iscoroutinefunction(function):
-        return answer_of(await function(**arguments, **execute_kwargs))
-    return answer_of(await in_thread(function, **arguments, **execute_kwargs))
+        return await function(*args, **kwargs)
+    return await in_thread(function, *args, **kwargs)
+
+
+def _with_id(function: Callable[..., Any], kwargs: Mapping[str, Any], call_id: str) -> Mapping[str, Any]:
+    return {**kwargs, CALL_ID: call_id} if takes_id(function) else kwargs
+
+
+def _answers(outcome: Any) -> list[ToolAnswer]:
+    return [] if outcome is None else [answer_of(outcome)]
 
 
 async def begin_trajectory(tool: BaseTool, create_kwargs: Mapping[str, Any]) -> ToolInstance:
@@ -92,6 +118,7 @@ class ToolSpec:
     arguments: tuple[Any, ...]
     """First arguments of the factory."""
     in_process: bool
+    after_loss: AfterLoss = "repeat"
     shared: BaseTool | None = None
     """The one object in this process that serves all trajectories, where the tool runs here."""
 
@@ -113,6 +140,8 @@ def load_functions(location: str, key: str = "multi_turn.function_tool_path") ->
         if mark is None:
             continue
         schema = schema_of(function)
+        after_loss = mark.after_loss or ToolSpec.after_loss
+        checked_after_loss(after_loss, f"{key}: {location}: tool {name}", can_ask=mark.outcome is not None)
         specs.append(
             ToolSpec(
                 schema["function"]["name"],
@@ -121,6 +150,7 @@ def load_functions(location: str, key: str = "multi_turn.function_tool_path") ->
                 call_function,
                 (f"{_absolute(location)}:{name}",),
                 mark.in_process,
+                after_loss,
             )
         )
     if not specs:
@@ -183,12 +213,14 @@ def _read_entry(entry: dict[str, Any], where: str) -> ToolEntry:
 
 def _spec_of(tool: BaseTool, entry: ToolEntry) -> ToolSpec:
     schema = {"type": "function"} | tool.tool_schema.model_dump(exclude_unset=True, exclude_none=True)
+    after_loss = tool.config.get("after_loss", type(tool).after_loss)
+    checked_after_loss(after_loss, entry.where, can_ask=type(tool).outcome is not BaseTool.outcome)
     if tool.config.get("in_process", type(tool).in_process):
-        return ToolSpec(tool.name, schema, entry.where, begin_trajectory, (tool,), True, tool)
+        return ToolSpec(tool.name, schema, entry.where, begin_trajectory, (tool,), True, after_loss, tool)
     # "module:Class" of "package.module.Class"; a path to a file has its colon already
     module, _, name = entry.class_name.rpartition(":" if ":" in entry.class_name else ".")
     arguments = (f"{_absolute(module)}:{name}", tool.config, tool.tool_schema)
-    return ToolSpec(tool.name, schema, entry.where, make_tool, arguments, False)
+    return ToolSpec(tool.name, schema, entry.where, make_tool, arguments, False, after_loss)
 
 
 def _absolute(location: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -21,10 +21,11 @@ from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.errors import ConfigError, DataError
 from hybridflow.processes.errors import CallFailed, CallRaised
 from hybridflow.processes.local import HostsLike, LocalHosts, ObjectLike
-from hybridflow.tools.base import Tool, ToolAnswer, ToolFailed, answer_of, answer_of_failure
+from hybridflow.tools.base import AfterLoss, Tool, ToolAnswer, ToolFailed, answer_of, answer_of_failure
+from hybridflow.tools.function_tool import CALL_ID
 from hybridflow.tools.parsers.calls import NO_JSON, ToolCall
 from hybridflow.tools.parsers.typed import fits
-from hybridflow.tools.tool_config import ToolSpec, load_classes, load_functions
+from hybridflow.tools.tool_config import ToolSpec, function_outcome, load_classes, load_functions
 
 if TYPE_CHECKING:  # the room `protocol` imports torch, and `hybridflow try` starts without it
     from hybridflow.protocol.spans import SpanLog
@@ -41,6 +42,8 @@ class HostedTool:
     def __init__(self, spec: ToolSpec, hosts: HostsLike, kwargs: Kwargs, deadline_s: float) -> None:
         self.name = spec.name
         self.schema = spec.schema
+        self.after_loss = spec.after_loss
+        self.has_state = spec.stateful
         self._spec = spec
         self._hosts = hosts
         self._kwargs = kwargs
@@ -55,19 +58,31 @@ class HostedTool:
             except CallFailed as error:
                 raise ToolFailed(error.cause, f"the tool {self.name} could not begin: {error}") from error
 
-    async def call(self, arguments: dict[str, Any], deadline_s: float) -> ToolAnswer:
+    async def call(self, arguments: dict[str, Any], deadline_s: float, call_id: str) -> ToolAnswer:
         """Answer a call; what the tool raises is an answer. Raises ToolFailed for a lost process."""
-        kwargs = self._kwargs.get("execute_kwargs", {})
+        words = (arguments, self._kwargs.get("execute_kwargs", {}), call_id)
         try:
             if self._object is None:
-                made = await self._make(arguments, kwargs, deadline_s=deadline_s)
+                made = await self._make(*words, deadline_s=deadline_s)
                 answer: ToolAnswer = made.value()
             else:
-                answer = await self._object.call("execute", arguments, kwargs, deadline_s=deadline_s)
+                answer = await self._object.call("execute", *words, deadline_s=deadline_s)
         except CallFailed as error:
             logger.debug("the tool %s failed", self.name, exc_info=True)
             return answer_of_failure(self.name, error, deadline_s)
         return answer
+
+    async def outcome(self, call_id: str, deadline_s: float) -> ToolAnswer | None:
+        """Return the answer of a call that was cut off, or None where it was not carried out."""
+        try:
+            if self._object is None:
+                made = await self._make(call_id, deadline_s=deadline_s, factory=function_outcome)
+                answers: list[ToolAnswer] = made.value()
+            else:
+                answers = await self._object.call("outcome", call_id, deadline_s=deadline_s)
+        except CallFailed as error:
+            raise _no_outcome(self.name, call_id, error) from error
+        return answers[0] if answers else None
 
     async def close(self, score: bool = False) -> float:
         """End the trajectory, and return its reward by the tool."""
@@ -83,34 +98,60 @@ class HostedTool:
         finally:
             await made.close()
 
-    async def _make(self, *further: Mapping[str, Any], deadline_s: float) -> ObjectLike:
+    async def _make(
+        self, *further: Any, deadline_s: float, factory: Callable[..., Any] | None = None
+    ) -> ObjectLike:
         hosts = self._hosts
         if self._spec.in_process:
             hosts = LocalHosts()
-        factory = f"{self._spec.factory.__module__}:{self._spec.factory.__name__}"
-        return await hosts.create(factory, *self._spec.arguments, *further, deadline_s=deadline_s)
+        factory = factory or self._spec.factory
+        name = f"{factory.__module__}:{factory.__name__}"
+        return await hosts.create(name, *self._spec.arguments, *further, deadline_s=deadline_s)
 
 
 class MethodTool:
     """A method of an environment that the model calls as a tool."""
 
-    def __init__(self, method: str, schema: Mapping[str, Any], target: ObjectLike) -> None:
+    has_state = True
+
+    def __init__(
+        self,
+        method: str,
+        schema: Mapping[str, Any],
+        target: ObjectLike,
+        after_loss: AfterLoss = "repeat",
+        *,
+        takes_id: bool = False,
+    ) -> None:
+        """With `takes_id` it is given the id of each call."""
         self.name = schema["function"]["name"]
         self.schema = schema
+        self.after_loss = after_loss
         self._method = method
         self._target = target
+        self._takes_id = takes_id
 
     async def open(self, create_kwargs: Mapping[str, Any]) -> None:
         """Do nothing: the environment is open."""
 
-    async def call(self, arguments: dict[str, Any], deadline_s: float) -> ToolAnswer:
+    async def call(self, arguments: dict[str, Any], deadline_s: float, call_id: str) -> ToolAnswer:
         """Call the method; what it raises is reported to the model. Raises ToolFailed for a lost process."""
+        if self._takes_id:
+            arguments = {**arguments, CALL_ID: call_id}
         try:
             return answer_of(await self._target.call(self._method, deadline_s=deadline_s, **arguments))
         except CallFailed as error:
             return answer_of_failure(self.name, error, deadline_s)
         except (TypeError, ValueError) as error:  # what it returned is no answer
             return answer_of_failure(self.name, CallRaised.by(error), deadline_s)
+
+    async def outcome(self, call_id: str, deadline_s: float) -> ToolAnswer | None:
+        """Ask the environment for the answer of a call that was cut off."""
+        try:
+            found = await self._target.call("outcome", call_id, deadline_s=deadline_s)
+            return None if found is None else answer_of(found)
+        except CallFailed as error:
+            raise _no_outcome(self.name, call_id, error) from error
 
     async def close(self, score: bool = False) -> float:
         """Do nothing: the environment is closed by its trajectory."""
@@ -138,15 +179,19 @@ class OpenTools:
                 await self.close(score=False)
             raise
 
-    async def call(self, calls: Sequence[ToolCall], log: SpanLog | None = None) -> list[ToolAnswer]:
+    async def call(
+        self, calls: Sequence[ToolCall], log: SpanLog | None = None, turn: str = ""
+    ) -> list[ToolAnswer]:
         """Return an answer for each call of a turn, in their order; they are made side by side, and each is
-        noted in `log`, where there is one.
+        noted in `log`, where there is one. Their ids begin with that of the `turn`.
 
         A call that cannot be made, or fails, has an answer that says so. Raises ToolFailed, after all have
         ended, where the process of one was lost.
         """
         most = self._keys.max_parallel_calls
-        answers = await _all(self._noted_answer(call, log) for call in calls[:most])
+        answers = await _all(
+            self._noted_answer(call, log, f"{turn}.{number}") for number, call in enumerate(calls[:most])
+        )
         left_out = f"This call was not made: a turn may have {most}."
         answers += [ToolAnswer(left_out, problem="too_many") for _ in calls[most:]]
         length = self._keys.max_tool_response_length
@@ -160,18 +205,18 @@ class OpenTools:
         """
         return sum(await _all(tool.close(score) for tool in self._tools.values()))
 
-    async def _noted_answer(self, call: ToolCall, log: SpanLog | None) -> ToolAnswer:
+    async def _noted_answer(self, call: ToolCall, log: SpanLog | None, call_id: str) -> ToolAnswer:
         if log is None:
-            return await self._answer(call)
+            return await self._answer(call, call_id)
         with log.span("tool", tool=call.name) as span:
             span.texts["arguments"] = call.arguments
-            answer = await self._answer(call)
+            answer = await self._answer(call, call_id)
             span.attributes["reward"] = answer.reward
             span.error = answer.problem
             span.texts["answer"] = answer.text
         return answer
 
-    async def _answer(self, call: ToolCall) -> ToolAnswer:
+    async def _answer(self, call: ToolCall, call_id: str) -> ToolAnswer:
         tool = self._tools.get(call.name)
         if tool is None:
             names = ", ".join(self._tools) or "none"
@@ -186,7 +231,7 @@ class OpenTools:
         arguments = _integers_as_texts(arguments, checker.schema)
         if wrong := jsonschema.exceptions.best_match(checker.iter_errors(arguments)):
             return _malformed(call, f"do not fit: {wrong.message}")
-        return await tool.call(arguments, self._deadline_s)
+        return await tool.call(arguments, self._deadline_s, call_id)
 
 
 @dataclass(frozen=True)
@@ -228,12 +273,14 @@ class Toolset:
         hosts: HostsLike,
         tools_kwargs: Mapping[str, Kwargs] | None = None,
         further: Sequence[Tool] = (),
+        journaled: Callable[[Tool], Tool] | None = None,
     ) -> OpenTools:
         """Begin one trajectory.
 
         `hosts` makes objects in worker processes or, `LocalHosts`, in this one. `tools_kwargs`
         is the row's `extra_info.tools_kwargs`: {tool: {create_kwargs, execute_kwargs, calc_reward_kwargs,
         release_kwargs}}. `further` are tools of the trajectory alone, such as methods of its environment.
+        `journaled` keeps what the tools of the run do in the trajectory's journal.
         Raises ToolFailed, DataError for `tools_kwargs` of another form, and ConfigError where one of
         `further` has the name of a tool of the run.
         """
@@ -242,6 +289,8 @@ class Toolset:
             HostedTool(spec, hosts, kwargs.get(spec.name, {}), self.deadline_s)
             for spec in self.specs.values()
         ]
+        if journaled is not None:
+            tools = [journaled(tool) for tool in tools]
         both = {tool.name for tool in tools} & {tool.name for tool in further}
         if both:
             raise ConfigError(f"tools of the run and of the environment have the same names: {sorted(both)}")
@@ -323,6 +372,11 @@ def _integers_as_texts(arguments: dict[str, Any], schema: Any) -> dict[str, Any]
         if type(value) is int and not fits(value, of, schema) and fits(str(value), of, schema):
             changed[name] = str(value)
     return arguments | changed
+
+
+def _no_outcome(name: str, call_id: str, error: CallFailed) -> ToolFailed:
+    told = f"the tool {name} could not say whether it has carried out its call {call_id}: {error}"
+    return ToolFailed(error.cause, told)
 
 
 def _malformed(call: ToolCall, what: str) -> ToolAnswer:

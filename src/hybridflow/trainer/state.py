@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,12 +49,18 @@ class SavedEngine:
     contents: CheckpointContentsConfig
 
 
+def _nothing(*_: object) -> None:
+    """Do nothing."""
+
+
 @dataclass
 class RunSaves:
     """The saves of a run, of which one runs at a time."""
 
     longest: float = 0.0
     """Seconds that the longest save has taken until it was whole."""
+    _then: Callable[[], None] = _nothing
+    """Called once the running save is whole."""
     _begun: float = 0.0
     _pending: PendingSave | None = None
     _writing: dict[str, StatefulGroup[Any]] = field(default_factory=dict)
@@ -66,9 +73,13 @@ class RunSaves:
         state: Mapping[str, Any],
         engines: Mapping[str, SavedEngine],
         folders: Mapping[str, Fill],
+        then: Callable[[], None] = _nothing,
     ) -> Path:
-        """Save a step after the running save; gives where its checkpoint is, or will be once whole."""
+        """Save a step after the running save; gives where its checkpoint is, or will be once whole: `then` is
+        called.
+        """
         self.commit(store)
+        self._then = then
         self._begun = time.monotonic()
         fills = {name: self._fill(name, engine) for name, engine in engines.items()}
         self._pending = store.begin(
@@ -89,7 +100,9 @@ class RunSaves:
         Raises CheckpointError with the role, the rank and the cause of a failure.
         """
         pending = self._pending
+        then = self._then
         self._pending = None
+        self._then = _nothing
         if pending is None:
             return None
         beside = bool(self._writing)
@@ -103,6 +116,7 @@ class RunSaves:
             store.abandon(pending)
             raise
         path = store.commit(pending)
+        then()
         self.longest = max(self.longest, time.monotonic() - self._begun)
         if beside:
             logger.info("the checkpoint of step %d is whole: %s", pending.step, path)
@@ -193,6 +207,8 @@ class RunState:
     """True: the run resumes from a checkpoint of other models all the same, with a warning."""
     parts: Mapping[str, Resumable] = field(default_factory=dict)
     """Further state of the driver, by its name in a checkpoint."""
+    committed: Callable[[Mapping[str, Any]], None] = _nothing
+    """Called with the state of the source that a checkpoint has, once it is whole or was loaded."""
     begin_empty: Collection[str] = ()
     """Names of the parts that stay as they are where a checkpoint has none."""
     joining: Mapping[str, SavedEngine] = field(default_factory=dict)
@@ -228,7 +244,8 @@ class RunState:
         state = {DATA: self.source.state_dict(), TRAINER: trainer}
         with_weights = "hf_model" in self.engines[ACTOR].contents.save_contents
         folders = {f"{ACTOR}/{HF_FOLDER}": lambda folder: self.write_huggingface(folder, with_weights)}
-        path = self.saves.save(store, self.step, state, self.engines, folders)
+        then = partial(self.committed, state[DATA])
+        path = self.saves.save(store, self.step, state, self.engines, folders, then)
         self.saved_step = self.step
         return path
 
@@ -262,4 +279,5 @@ class RunState:
                     part.load_state_dict(state[TRAINER][name])
             self.step = int(state[TRAINER]["step"])
             self.validation_due = bool(state[TRAINER]["validation_due"])
+        self.committed(state[DATA])
         self.saved_step = self.step

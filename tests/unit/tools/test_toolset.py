@@ -158,7 +158,7 @@ class Door:
 
     async def open(self, create_kwargs: Any) -> None: ...
 
-    async def call(self, arguments: dict[str, Any], deadline_s: float) -> ToolAnswer:
+    async def call(self, arguments: dict[str, Any], deadline_s: float, call_id: str) -> ToolAnswer:
         return ToolAnswer("open", 0.25)
 
     async def close(self, score: bool = False) -> float:

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
+from hybridflow.agent.journal import Journal
 from hybridflow.checkpoint.layout import REFERENCE
 from hybridflow.config import PPOConfig
 from hybridflow.config.convert import raise_all
@@ -136,9 +137,14 @@ def build(config: PPOConfig, *, patience: float = 0.0) -> Iterator[PPOTrainer]:
                 demonstrations="is_demonstration" in find_estimator(config.algorithm).needs,
             )
         _refuse_pictures(config, data)
+        journal = Journal.of_run(config)
+        if journal is not None:
+            # a restart of the same command has patience: its episodes go on also where it has no checkpoint
+            anew = config.trainer.resume_mode == "disable" and not patience
+            journal.settle(model_facts(config), anew=anew)
         with (
             closing(build_reward_manager(config.reward, config.trainer.seed)) as rewards,
-            closing(Agents(config, tokenizer, data.agent_names)) as agents,
+            closing(Agents(config, tokenizer, data.agent_names, journal)) as agents,
         ):
             yield from _trainer(config, run, tokenizer, data, rewards, agents, step_class)
 
@@ -193,6 +199,8 @@ def _trainer(
     exact = ExactState()
     buffer = _replay_buffer(config, tokenizer, source)
     state = _state(config, roles, source, controller, exact, buffer, tokenizer, total_steps)
+    if agents.journal is not None:
+        state.committed = agents.journal.committed
     store = run.resume(state)
     with progress.phase("comparing log-probs of generation and training"):
         settle_exact(config, roles, exact)

@@ -18,7 +18,9 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 
+from hybridflow.agent.journal import Journal
 from hybridflow.config import PPOConfig
 from hybridflow.controller import Dispatch, RankInfo, Worker, WorkerFactory, WorkerGroup, register
 from hybridflow.controller.backend import Peers
@@ -89,7 +91,7 @@ class Collector(Worker):
     ) -> None:
         config = shared_out(config, world_size)
         tokenizer = load_tokenizer(str(config.data.tokenizer), config.data.trust_remote_code)
-        self._agents = Agents(config, tokenizer, agent_names)
+        self._agents = Agents(config, tokenizer, agent_names, Journal.of_run(config))
         rewards = build_reward_manager(config.reward, config.trainer.seed)
         self._traces = rollout_traces(config, tokenizer, world_size)
         self._pipeline = RolloutPipeline(rewards, tokenizer, config, self._agents, needs, self._traces)
@@ -278,6 +280,8 @@ def collector_factories(
     """Return the factory of the role, by its name; none where the run has no collectors."""
     if not config.trainer.num_collectors:
         return {}
+    folder = Path(config.trainer.default_local_dir).expanduser().resolve()  # they may run in another one
+    config = replace(config, trainer=replace(config.trainer, default_local_dir=str(folder)))
     return {COLLECTOR: partial(_build, config, tuple(agent_names), tuple(needs))}
 
 

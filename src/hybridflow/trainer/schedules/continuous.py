@@ -88,6 +88,7 @@ class ContinuousSource(AheadSource):
         self.partial = partial
         self.run_group = (parts.collectors or parts.pipeline).run_group
         self.max_concurrent = max_concurrent
+        self.journal = parts.pipeline.agents.journal
         self.reading = self._changed
         self._groups: dict[int, Group] = {}  # not trained, by index
         self._prompts: deque[tuple[int, PromptRow]] = deque()  # (epoch, prompt), read and not admitted
@@ -162,7 +163,8 @@ class ContinuousSource(AheadSource):
             return {**self.place(), **own, "groups_per_step": self.groups_per_step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Resume from `state`. Groups that were being generated are restarted.
+        """Resume from `state`. Groups that were being generated are restarted, or go on by their journal,
+        which has tokens of the version under which they were admitted: they keep it.
 
         CheckpointError where this run's steps are of another size, or its bound on staleness is too low for
         the groups that wait.
@@ -173,7 +175,8 @@ class ContinuousSource(AheadSource):
             group = _from_state(each)
             self._groups[group.index] = group
             if group.rows is None:
-                self.ledger.append(Restarted(group.index, version=self.version))
+                if self._oldest_version(group.index) is None:
+                    self.ledger.append(Restarted(group.index, version=self.version))
                 self._waiting.append(group)
         self._lost = Metrics.from_state(state["lost"])
         follows = self.ledger.state
@@ -293,9 +296,17 @@ class ContinuousSource(AheadSource):
         state = self.ledger.state
         group = Group(state.num_admitted, prompt, epoch)
         self._groups[group.index] = group
-        self.ledger.append(Admitted(group.index, version=state.version))
+        version = state.version
+        oldest = self._oldest_version(group.index)
+        if oldest is not None and self.schedule.may_admit(state.num_taken, len(state.active), oldest):
+            version = min(oldest, version)  # its tokens are as stale as that
+        self.ledger.append(Admitted(group.index, version=version))
         self.num_admitted = state.num_admitted
         return group
+
+    def _oldest_version(self, index: int) -> int | None:
+        """Return the oldest version that a group has tokens of which is about to go on, or None."""
+        return None if self.journal is None else self.journal.oldest_version(index)
 
     async def _play(self, group: Group, client: LLMClient) -> None:
         """Make the rows of a group; an error of the whole group ends the run."""
@@ -319,6 +330,9 @@ class ContinuousSource(AheadSource):
             self.ledger.append(Failed(index, cause=_cause(metrics)))
             self._leave_out(group, metrics)
             return
+        if metrics.to_floats().get("agent/journal/continued"):
+            # a journal may have tokens of steps that a resumed run makes anew, of which there are no weights
+            rows.batch["policy_version"].clamp_(max=self.version)
         metrics.add_sum("rollout/generated_tokens", float(_num_tokens(rows)))
         self.ledger.append(Finished(index, tokens=_num_tokens(rows)), Scored(index))
         filters = self.config.algorithm.filter_groups

@@ -17,6 +17,8 @@ from hybridflow.algorithms.catalog import KL_ESTIMATORS
 from hybridflow.errors import ConfigError
 
 logger = logging.getLogger(__name__)
+_LARGEST_K3 = 10.0
+"""Nats at which k3 is clamped: from 2.61 nats of y − x on, or 11.0 of x − y, its gradient is 0."""
 
 
 def kl_estimate(log_prob: Tensor, ref_log_prob: Tensor, kind: str, mask: Tensor | None = None) -> Tensor:
@@ -53,7 +55,17 @@ def _estimate(x: Tensor, y: Tensor, kind: str) -> Tensor:
     if kind in ("mse", "k2"):
         return 0.5 * (x - y).square()
     d = (y - x).clamp(-20.0, 20.0)
-    return (d.expm1() - d).clamp(-10.0, 10.0)
+    return (d.expm1() - d).clamp(-_LARGEST_K3, _LARGEST_K3)
+
+
+def clamped_tokens(estimate: Tensor, kind: str) -> Tensor | None:
+    """Return [B, R] bool, true where the clamp of k3 decides an estimate [B, R] float of this kind.
+
+    None where no token can lose its gradient so: other kinds have no clamp, and `k3+` has the gradient of k2.
+    """
+    if kind not in ("low_var_kl", "k3"):
+        return None
+    return estimate.detach() >= _LARGEST_K3
 
 
 class FixedKLController:

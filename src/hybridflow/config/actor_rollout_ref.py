@@ -7,7 +7,14 @@ from typing import Any, Literal
 
 from hybridflow.algorithms.catalog import LossAggMode
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
-from hybridflow.config.model import FSDPConfig, LogProbLimits, ModelConfig, SamplingKeys, ShardedLearnerConfig
+from hybridflow.config.model import (
+    SAMPLES,
+    FSDPConfig,
+    LogProbLimits,
+    ModelConfig,
+    SamplingKeys,
+    ShardedLearnerConfig,
+)
 from hybridflow.config.schema import at_least, divides, excludes, group, key, needs, read_by, surprises
 
 ACTOR = "actor_rollout_ref.actor"
@@ -297,7 +304,7 @@ class ActorConfig(ShardedLearnerConfig):
     loss_scale_factor: float | None = key(
         None,
         "Divisor of seq-mean-token-sum-norm, in tokens; null: data.max_response_length.",
-        read_by(".loss_agg_mode=seq-mean-token-sum-norm"),
+        read_by(".loss_agg_mode=seq-mean-token-sum-norm or critic.loss_agg_mode=seq-mean-token-sum-norm"),
         above=0,
         argument="loss_scale_factor",
     )
@@ -328,7 +335,8 @@ class ActorConfig(ShardedLearnerConfig):
         "low_var_kl",
         "Estimator of that KL: kl (k1), abs, mse (k2) or low_var_kl (k3), or full, which is exact, over the "
         "whole vocabulary; with + at its end, for example "
-        "k3+, it has the gradient of k2.",
+        "k3+, it has the gradient of k2. k3 has none where it is clamped, more than 2.6 nats below the "
+        "reference.",
         read_by(".use_kl_loss", "there is no KL term in this run's loss"),
         excludes("actor_rollout_ref.actor.fsdp_config.tensor_parallel_size>1", WHOLE_HEAD, at="=full"),
         excludes("actor_rollout_ref.actor.fsdp_config.pipeline_parallel_size>1", WHOLE_HEAD, at="=full"),
@@ -370,6 +378,7 @@ class ValKwargsConfig(SamplingKeys):
     temperature: float = key(
         0.0,
         "Sampling temperature in validation, read when do_sample is true.",
+        SAMPLES,
         excludes(
             ".do_sample",
             "tokens are sampled at a temperature above 0, for example 1.0; false is greedy",

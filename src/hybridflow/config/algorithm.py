@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 from hybridflow.config.schema import at_most, excludes, group, key, read_by, surprises
 
+ADAPTIVE = read_by(".type=adaptive", "a fixed coefficient stays as it is")
+
 
 @dataclass(frozen=True)
 class KLControlConfig:
@@ -21,9 +23,12 @@ class KLControlConfig:
     horizon: int = key(
         10_000,
         "Rows over which the adaptive coefficient follows the target; more rows move it more slowly.",
+        ADAPTIVE,
         minimum=1,
     )
-    target_kl: float = key(0.1, "KL that the adaptive coefficient aims at, in nats a token.", above=0)
+    target_kl: float = key(
+        0.1, "KL that the adaptive coefficient aims at, in nats a token.", ADAPTIVE, above=0
+    )
 
 
 @dataclass(frozen=True)
@@ -70,7 +75,9 @@ class PFPPOConfig:
         "Weight with which a row is drawn again: pow is |score|^weight_pow, max_min takes the extremes "
         "only, max_random takes the best with weight 0.4 and the others with 0.1.",
     )
-    weight_pow: float = key(2.0, "Exponent of the score in reweight_method=pow.", minimum=0)
+    weight_pow: float = key(
+        2.0, "Exponent of the score in reweight_method=pow.", read_by(".reweight_method=pow"), minimum=0
+    )
     max_age: int = key(
         0,
         "Steps for which rows stay in the replay buffer: each step draws as many rows as it has itself, from "

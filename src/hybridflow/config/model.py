@@ -7,7 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hybridflow.config.schema import at_most, excludes, group, key, needs
+from hybridflow.config.schema import at_most, excludes, group, key, needs, read_by
 
 SCALE_BLOCK = 256
 """Numbers of a moment that share a scale in optimizer=AdamW8bit."""
@@ -25,6 +25,12 @@ TOKENIZER_FILES = ("tokenizer_config.json", *VOCABULARY_FILES)
 """Files of which a tokenizer's folder has at least one."""
 NUMBERS_OF_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Names of the number of experts of a layer in a config.json."""
+NEW_ADAPTERS = (
+    read_by(".lora_adapter_path=null", "a trained adapter has its own"),
+    read_by(".lora_rank>0", "without adapters all weights train"),
+)
+FALLS = read_by(".lr_scheduler_type=linear|cosine|wsd", "a constant learning rate has no end")
+SAMPLES = read_by(".do_sample", "greedy takes the most probable token, whatever the others are")
 
 
 @dataclass(frozen=True)
@@ -147,17 +153,21 @@ class ModelConfig:
         0,
         "Train low-rank adapters (LoRA) of this rank and leave the model's own weights as they are; 0: "
         "train all weights.",
+        NEW_ADAPTERS[0],
         minimum=0,
     )
     lora_alpha: int = key(
-        16, "Scale of the adapters: they are weighted by lora_alpha / lora_rank.", minimum=1
+        16, "Scale of the adapters: they are weighted by lora_alpha / lora_rank.", *NEW_ADAPTERS, minimum=1
     )
     target_modules: str | list[str] = key(
-        "all-linear", "Linear layers that get adapters: their names, a regular expression, or all-linear."
+        "all-linear",
+        "Linear layers that get adapters: their names, a regular expression, or all-linear.",
+        *NEW_ADAPTERS,
     )
     exclude_modules: str | list[str] | None = key(
         None,
         "Linear layers that get no adapters: their names or a regular expression; null: none is left out.",
+        *NEW_ADAPTERS,
     )
     lora_adapter_path: str | None = key(
         None,
@@ -179,20 +189,36 @@ class OptimConfig:
     betas: list[float] = key(
         [0.9, 0.999],
         "AdamW's two decay rates, of the mean of gradients and of the mean of their squares.",
+        read_by(".optimizer!=SGD", "SGD has a momentum in their place"),
         minimum=0,
         below=1,
         fewest=2,
         most=2,
     )
-    eps: float = key(1e-8, "AdamW's epsilon, which is added to the denominator.", above=0)
-    momentum: float = key(
-        0.95, "Momentum of Muon and SGD: the share of it that stays at each step.", minimum=0, below=1
+    eps: float = key(
+        1e-8,
+        "AdamW's epsilon, which is added to the denominator.",
+        read_by(".optimizer!=SGD", "SGD divides by nothing"),
+        above=0,
     )
-    muon_ns_steps: int = key(5, "Iterations that make the momentum of a matrix orthogonal.", minimum=1)
+    momentum: float = key(
+        0.95,
+        "Momentum of Muon and SGD: the share of it that stays at each step.",
+        read_by(".optimizer=Muon|SGD", "AdamW has betas in its place"),
+        minimum=0,
+        below=1,
+    )
+    muon_ns_steps: int = key(
+        5,
+        "Iterations that make the momentum of a matrix orthogonal.",
+        read_by(".optimizer=Muon"),
+        minimum=1,
+    )
     muon_adjust_lr: Literal["match_rms_adamw", "original"] = key(
         "match_rms_adamw",
         "Factor of Muon's learning rate for a matrix [A, B]: match_rms_adamw is 0.2·sqrt(max(A, B)), for the "
         "learning rates of AdamW; original is sqrt(max(1, A / B)).",
+        read_by(".optimizer=Muon"),
     )
     lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = key(
         "constant",
@@ -206,7 +232,9 @@ class OptimConfig:
         minimum=-1,
     )
     lr_wsd_decay_style: Literal["linear", "cosine", "exponential", "minus_sqrt"] = key(
-        "exponential", "Shape of the fall at the end of wsd."
+        "exponential",
+        "Shape of the fall at the end of wsd.",
+        read_by(".lr_scheduler_type=wsd", "no other schedule falls at its end"),
     )
     lr_warmup_steps: int = key(
         -1,
@@ -216,19 +244,30 @@ class OptimConfig:
         minimum=-1,
     )
     lr_warmup_steps_ratio: float = key(
-        0.0, "Length of the warm-up as a share of all optimizer steps.", minimum=0, maximum=1
+        0.0,
+        "Length of the warm-up as a share of all optimizer steps.",
+        read_by(".lr_warmup_steps<0", "the number of steps is given"),
+        minimum=0,
+        maximum=1,
     )
     min_lr_ratio: float = key(
         0.0,
         "Learning rate at the end of linear, cosine and wsd schedules, as a share of lr.",
+        FALLS,
         minimum=0,
         maximum=1,
     )
     num_cycles: float = key(
-        0.5, "Periods of the cosine over the schedule; 0.5 falls once from lr to the end.", above=0
+        0.5,
+        "Periods of the cosine over the schedule; 0.5 falls once from lr to the end.",
+        read_by(".lr_scheduler_type=cosine"),
+        above=0,
     )
     total_training_steps: int = key(
-        -1, "Optimizer steps of the schedule; -1: those of the whole run.", minimum=-1
+        -1,
+        "Optimizer steps of the schedule; -1: those of the whole run.",
+        read_by(f"{FALLS.other} or .lr_warmup_steps_ratio>0", "the learning rate depends on no end"),
+        minimum=-1,
     )
 
 
@@ -302,18 +341,21 @@ class SamplingKeys:
         -1,
         "Sample among the k most probable tokens only; -1: among all. Training still counts the whole "
         "distribution.",
+        SAMPLES,
         minimum=-1,
     )
     top_p: float = key(
         1.0,
         "Sample among the smallest set of tokens that has this probability together; 1: among all. Training "
         "still counts the whole distribution.",
+        SAMPLES,
         above=0,
         maximum=1,
     )
     min_p: float = key(
         0.0,
         "Never sample a token that is less probable than this share of the most probable one; 0: no limit.",
+        SAMPLES,
         minimum=0,
         maximum=1,
     )

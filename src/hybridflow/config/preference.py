@@ -9,7 +9,7 @@ from typing import Literal
 from hybridflow.config.data import SFTDataConfig
 from hybridflow.config.model import OptimConfig
 from hybridflow.config.root import PPOConfig, SFTConfig
-from hybridflow.config.schema import group, key
+from hybridflow.config.schema import group, key, read_by
 from hybridflow.config.trainer import SFTTrainerConfig
 
 
@@ -52,15 +52,26 @@ class PreferenceConfig:
         None,
         "dpo, ipo, kto: weight of the distance from the reference model, null: 0.1. simpo: factor of the "
         "mean log-probs, null: 2.0.",
+        read_by(".loss!=orpo", "orpo compares odds, and has no factor of them"),
         above=0,
     )
     label_smoothing: float = key(
-        0.0, "dpo: chance that a pair's labels are swapped; above 0 it is cDPO.", minimum=0, below=0.5
+        0.0,
+        "dpo: chance that a pair's labels are swapped; above 0 it is cDPO.",
+        read_by(".loss=dpo"),
+        minimum=0,
+        below=0.5,
     )
-    simpo_margin: float = key(1.0, "simpo: distance that a pair's rewards should have.", minimum=0)
-    odds_weight: float = key(0.1, "orpo: weight of the odds ratio beside the likelihood.", minimum=0)
-    desirable_weight: float = key(1.0, "kto: weight of desirable answers.", minimum=0)
-    undesirable_weight: float = key(1.0, "kto: weight of undesirable answers.", minimum=0)
+    simpo_margin: float = key(
+        1.0, "simpo: distance that a pair's rewards should have.", read_by(".loss=simpo"), minimum=0
+    )
+    odds_weight: float = key(
+        0.1, "orpo: weight of the odds ratio beside the likelihood.", read_by(".loss=orpo"), minimum=0
+    )
+    desirable_weight: float = key(1.0, "kto: weight of desirable answers.", read_by(".loss=kto"), minimum=0)
+    undesirable_weight: float = key(
+        1.0, "kto: weight of undesirable answers.", read_by(".loss=kto"), minimum=0
+    )
     share_prompts: bool = key(
         True, "Compute a prompt once for both answers of a pair; not with sequence parallelism."
     )

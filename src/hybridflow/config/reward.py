@@ -51,7 +51,11 @@ class CustomRewardConfig:
         "File or module with your own reward function; path.py:name works too. null: reward.function "
         "decides.",
     )
-    name: str = key("compute_score", "Name of the function in that file; compute_reward is tried too.")
+    name: str = key(
+        "compute_score",
+        "Name of the function in that file; compute_reward is tried too.",
+        read_by(".path", "no file of yours is read"),
+    )
     reward_kwargs: dict[str, Any] = key(
         {},
         "Extra keyword arguments of the function.",
@@ -160,14 +164,18 @@ class RewardModelRoleConfig:
         "answer",
         "Where a conversation ends for kind=score: answer ends it with the answer's turn, as hybridflow "
         "reward-model does; end reads all that the chat template writes.",
+        read_by(".kind=score", "steps are scored where they end"),
     )
     step_separator: str = key(
-        "\n", "token_score: text between two steps; a step is scored at the last token of its separator."
+        "\n",
+        "token_score: text between two steps; a step is scored at the last token of its separator.",
+        read_by(".kind=token_score"),
     )
     step_reduce: Literal["mean", "sum", "min", "last", "product"] = key(
         "mean",
         "token_score: how the scores of the steps become the response's. With mean and sum each step's part "
         "is on the policy's token that ends it.",
+        read_by(".kind=token_score"),
     )
     activation: Literal["none", "sigmoid"] = key(
         "none", "Function of each score of the model: sigmoid makes log-odds probabilities."
@@ -222,7 +230,7 @@ class RewardConfig:
     reward_kwargs: RewardKwargsConfig = group(
         RewardKwargsConfig, read_by(".reward_kwargs.overlong_buffer_cfg.enable")
     )
-    reward_model: RewardModelRoleConfig = group(RewardModelRoleConfig)
+    reward_model: RewardModelRoleConfig = group(RewardModelRoleConfig, read_by(".reward_model.enable"))
     manager: str | None = key(
         None,
         "What scores all responses of a step in one call, which reward.timeout bounds: batch calls your "

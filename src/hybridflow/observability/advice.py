@@ -32,6 +32,8 @@ LEAST_MISMATCH = 1e-3
 MAX_KL = 0.5
 """Nats per token between the policy and the one that sampled, or the reference, in a blow-up."""
 KL_GROWTH = 10.0
+MAX_CLAMPED = 0.05
+"""Part of the tokens that a KL estimate at its clamp no longer pulls back."""
 MAX_LENGTH_RATIO = 3.0
 MAX_REPETITION = 0.3
 MAX_DIVERGENCE = 0.05
@@ -224,6 +226,22 @@ def kl_blow_up(run: History) -> Iterator[Advice]:
             yield Advice("kl", text, keys)
 
 
+def clamped_kl(run: History) -> Iterator[Advice]:
+    """Find tokens so far from the reference that k3, which is clamped there, pulls none of them back."""
+    for name, key, way_out in (
+        ("actor/kl_clamped_fraction", f"{ACTOR}.kl_loss_type", "k3+ has a gradient there too"),
+        ("actor/reward_kl_clamped_fraction", "algorithm.kl_penalty", "kl, which is k1, grows on"),
+    ):
+        share = run.recent(name)
+        if share is not None and share > MAX_CLAMPED:
+            yield Advice(
+                "kl_clamped",
+                f"{share:.0%} of the tokens are so far from the reference that the KL estimate k3 is clamped "
+                f"to 10 nats and no longer pulls them back: {way_out}",
+                (key, f"{ACTOR}.optim.lr"),
+            )
+
+
 def length_blow_up(run: History) -> Iterator[Advice]:
     """Find responses that grow, or repeat themselves, without being better for it."""
     buffer = "reward.reward_kwargs.overlong_buffer_cfg.enable"
@@ -365,6 +383,7 @@ ALARMS: tuple[Rule, ...] = (
     truncated,
     entropy_collapse,
     kl_blow_up,
+    clamped_kl,
     length_blow_up,
     mismatch,
     hacking,

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from hybridflow.algorithms.aggregation import LossScale, Ratio, aggregate, zero_outside
-from hybridflow.algorithms.kl import kl_estimate
+from hybridflow.algorithms.kl import clamped_tokens, kl_estimate
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES, LossInputs, PolicyLoss
 from hybridflow.algorithms.positive_examples import positive_example_loss
 from hybridflow.algorithms.value_loss import value_loss
@@ -127,6 +127,9 @@ def policy_loss(
             total = total + config.kl_loss_coef * kl
             metrics.add_sum("actor/kl_loss", kl.detach())
             metrics.add_last("actor/kl_coef", config.kl_loss_coef)
+            clamped = clamped_tokens(estimate, config.kl_loss_type)
+            if clamped is not None:
+                metrics.add_mean("actor/kl_clamped_fraction", clamped.sum(), mask.sum())
         if config.positive_lm_loss_coef:
             likelihood = positive_example_loss(log_prob, mask, rows["positive"], scale)
             total = total + config.positive_lm_loss_coef * likelihood

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hybridflow.algorithms.aggregation import masked_mean, masked_sum, masked_var, masked_whiten
-from hybridflow.algorithms.kl import AdaptiveKLController, FixedKLController, kl_estimate
+from hybridflow.algorithms.kl import AdaptiveKLController, FixedKLController, clamped_tokens, kl_estimate
 from hybridflow.errors import ConfigError
 
 X, Y = torch.tensor([[-1.0, -2.0]]), torch.tensor([[-2.0, -1.5]])
@@ -21,6 +21,18 @@ def test_k3_is_clamped_and_junk_outside_the_mask_has_no_effect() -> None:
     found = kl_estimate(x, y, "k3", torch.tensor([[True, False, True]]))
     assert found.tolist() == [[10.0, 0.0, 0.0]]
     assert torch.autograd.grad(found.sum(), x)[0].tolist() == [[0.0, 0.0, 0.0]]
+
+
+def test_clamped_tokens_are_those_that_k3_gives_no_gradient() -> None:
+    x = torch.tensor([[-2.6, -2.62, -9.0, 10.9, 11.1, 40.0, 0.0]], requires_grad=True)  # from y = 0
+    for kind in ("k3", "low_var_kl"):
+        value = kl_estimate(x, torch.zeros(1, 7), kind)
+        clamped = clamped_tokens(value, kind)
+        assert clamped is not None and clamped.tolist() == [[False, True, True, False, True, True, False]]
+        gradient = torch.autograd.grad(value.sum(), x)[0]
+        assert (gradient[0, :6] == 0).tolist() == clamped[0, :6].tolist()
+    for kind in ("k3+", "low_var_kl+", "k1", "abs", "k2", "k2+", "full"):
+        assert clamped_tokens(torch.full((1, 2), 30.0), kind) is None
 
 
 @pytest.mark.parametrize("kind", ["full", "full+", "k4", "", "k3++"])

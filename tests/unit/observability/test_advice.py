@@ -27,6 +27,7 @@ def healthy(step: int) -> Metrics:
         "actor/entropy": 0.8 - 0.5 * part,
         "actor/ppo_kl": 0.002,
         "actor/kl_loss": 0.01 + 0.1 * part,
+        "actor/kl_clamped_fraction": 0.01,
         "actor/reward_kl_penalty": 0.01 + 0.1 * part,
         "actor/num_skipped_steps": 0.0,
         "critic/score/mean": 0.4 + 0.4 * part,
@@ -77,6 +78,14 @@ ILLNESSES: dict[str, tuple[str, str, dict[str, Value]]] = {
     "entropy collapse": ("entropy", f"{ACTOR}.optim.lr", {"actor/entropy": (0.8, 0.01), **FLAT}),
     "KL blow-up of an update": ("kl", f"{ACTOR}.optim.lr", {"actor/ppo_kl": (0.002, 0.9)}),
     "KL blow-up against the reference": ("kl", f"{ACTOR}.kl_loss_coef", {"actor/kl_loss": (0.01, 3.0)}),
+    "KL at its clamp in the loss": (
+        *("kl_clamped", f"{ACTOR}.kl_loss_type"),
+        {"actor/kl_clamped_fraction": 0.2},
+    ),
+    "KL at its clamp in the reward": (
+        *("kl_clamped", "algorithm.kl_penalty"),
+        {"actor/reward_kl_clamped_fraction": 0.2},
+    ),
     "length": ("length", "data.max_response_length", {"response_length/mean": (100.0, 400.0), **FLAT}),
     "repetition": (
         *("length", "reward.reward_kwargs.overlong_buffer_cfg.enable"),

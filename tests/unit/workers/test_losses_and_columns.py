@@ -104,6 +104,18 @@ def test_rows_of_earlier_steps_are_penalised_and_do_not_move_the_coefficient() -
     assert controller.value == pytest.approx(0.1 * (1 + 0.2 * 2 / 40)), "of two rows"
 
 
+def test_tokens_at_the_clamp_of_k3_in_the_reward_are_counted_over_the_steps_own_rows() -> None:
+    batch = kl_rows()
+    batch.batch["ref_log_prob"] = field((9, 0, 0), (-1, 0, 9), (9, 9, 9), (9, 9, 9))
+    config = AlgorithmConfig(use_kl_in_reward=True, kl_penalty="low_var_kl")
+    for num_new, share in ((None, 5 / 7), (2, 2 / 4)):
+        _, metrics = apply_kl_penalty(batch, config, kl_controller(config), num_new)
+        assert metrics.to_floats()["actor/reward_kl_clamped_fraction"] == pytest.approx(share)
+    config = AlgorithmConfig(use_kl_in_reward=True, kl_penalty="k2")
+    _, metrics = apply_kl_penalty(batch, config, kl_controller(config))
+    assert "actor/reward_kl_clamped_fraction" not in metrics.to_floats()
+
+
 def test_without_kl_in_the_reward_scores_are_rewards() -> None:
     config = AlgorithmConfig()
     batch, metrics = apply_kl_penalty(rows(token_level_scores=SCORES), config, kl_controller(config))
@@ -209,6 +221,16 @@ def test_entropy_and_kl_terms_by_hand() -> None:
     assert metrics["actor/entropy_loss"] == pytest.approx(entropy)
     assert metrics["actor/kl_loss"] == pytest.approx(kl, rel=1e-5) and metrics["actor/kl_coef"] == 0.5
     assert value == pytest.approx(metrics["actor/pg_loss"] - 0.1 * entropy + 0.5 * kl, rel=1e-5)
+
+
+def test_tokens_at_the_clamp_of_k3_in_the_loss_are_counted() -> None:
+    batch = loss_rows()
+    batch.batch["ref_log_prob"] = field((3, 2.5, 9), (0, 9, -12), (9, 9, 9), (3, 0, 0))
+    name = "actor/kl_clamped_fraction"
+    for kind, share in (("low_var_kl", 3 / 7), ("k3", 3 / 7), ("k3+", None), ("k2", None)):
+        found = evaluate(ActorConfig(use_kl_loss=True, kl_loss_type=kind), batch)[1]
+        assert found.get(name) == (None if share is None else pytest.approx(share))
+    assert name not in evaluate(ActorConfig(), batch)[1]
 
 
 def test_a_policy_loss_from_a_users_file(tmp_path: Path) -> None:

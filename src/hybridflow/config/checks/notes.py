@@ -27,8 +27,12 @@ def ppo_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     yield from _kl_and_reference(config)
     yield from _features(config)
     yield from _roles(config, given)
-    if not has_validation(config) and config.trainer.test_freq > 0:
-        yield f"trainer.test_freq={config.trainer.test_freq} without validation data: nothing is validated"
+    if not has_validation(config):
+        frequency = config.trainer.test_freq
+        if frequency > 0:
+            yield f"trainer.test_freq={frequency} without validation data: nothing is validated"
+        if is_given(f"{ROLLOUT}.val_kwargs", given):
+            yield f"{ROLLOUT}.val_kwargs.* is not read: without validation data nothing is validated"
 
 
 def _rollout(config: PPOConfig) -> Iterator[str]:

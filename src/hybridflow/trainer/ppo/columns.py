@@ -16,7 +16,7 @@ from torch import Tensor
 
 from hybridflow.algorithms.advantages import ADVANTAGE_ESTIMATORS, AdvantageEstimator
 from hybridflow.algorithms.aggregation import masked_mean
-from hybridflow.algorithms.kl import AdaptiveKLController, FixedKLController, kl_estimate
+from hybridflow.algorithms.kl import AdaptiveKLController, FixedKLController, clamped_tokens, kl_estimate
 from hybridflow.algorithms.policy_losses import PolicyLoss
 from hybridflow.algorithms.resampling import resample_rows
 from hybridflow.config import PPOConfig
@@ -142,6 +142,9 @@ def apply_kl_penalty(
         current = float((view.join(kl[:num_new]).sum(-1) / tokens.clamp(min=1))[tokens > 0].mean())
     metrics.add_mean("actor/reward_kl_penalty", current)
     metrics.add_last("actor/reward_kl_penalty_coeff", controller.value)
+    clamped = clamped_tokens(kl[:num_new], config.kl_penalty)
+    if clamped is not None:
+        metrics.add_mean("actor/reward_kl_clamped_fraction", clamped.sum(), mask[:num_new].sum())
     rewards = scores - controller.value * kl
     controller.update(current, len(view.samples))
     return _columns(token_level_rewards=rewards), metrics

@@ -15,7 +15,7 @@ MAX_FILE = 900
 MAX_FUNCTION = 120
 MAX_MATHS_FILE = 250
 MAX_ALL_LINES = 100_000  # what there is, rounded up to the next 500; goal: 66,000
-MAX_ALL_FILES = 600  # rounded up to the next 10; goal: 400
+MAX_ALL_FILES = 610  # rounded up to the next 10; goal: 400
 
 
 def test_files_are_short() -> None:

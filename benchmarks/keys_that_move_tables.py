@@ -368,7 +368,7 @@ NOTHING: Mapping[str, str] = {
         for reason, names in {
             "which engine generates, and its layout": (
                 *("name", "tensor_model_parallel_size", "dtype", "engine_kwargs.*", "server.*"),
-                *("load_format", "lora_as_adapters", "update_weights_bucket_megabytes"),
+                *("load_format", "lora_as_adapters", "update_weights_bucket_megabytes", "delta_push"),
             ),
             "memory and speed of generation": (
                 *("max_num_seqs", "max_num_batched_tokens", "gpu_memory_utilization", "max_model_len"),

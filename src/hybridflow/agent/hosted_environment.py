@@ -17,7 +17,7 @@ from hybridflow.environments.base import Observation, Step, step_of
 from hybridflow.environments.load import load_environment
 from hybridflow.processes.errors import CallFailed, CallRaised
 from hybridflow.processes.local import HostsLike, ObjectLike
-from hybridflow.tools.base import AfterLoss, Tool, checked_after_loss
+from hybridflow.tools.base import AfterLoss, Tool
 from hybridflow.tools.function_tool import CALL_ID, mark_of, takes_id, tool_methods
 from hybridflow.tools.toolset import MethodTool
 
@@ -35,12 +35,7 @@ class EnvironmentSpec:
     @classmethod
     def of(cls, name: str, options: Mapping[str, Any]) -> EnvironmentSpec:
         """Make one, to check that it can be made; ConfigError where it cannot."""
-        spec = cls(name, options, type(load_environment(name, options)()))
-        can_ask = hasattr(spec.cls, "outcome")
-        for policy in (spec.after_loss, *map(spec.after_loss_of, spec.tools)):
-            if policy is not None:
-                checked_after_loss(policy, name, can_ask=can_ask)
-        return spec
+        return cls(name, options, type(load_environment(name, options)()))
 
     @cached_property
     def tools(self) -> Mapping[str, Mapping[str, Any]]:

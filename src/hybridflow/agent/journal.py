@@ -13,11 +13,12 @@ or where it could not go on and the episode was begun anew. Files go once a chec
 from __future__ import annotations
 
 import asyncio
+import functools
 import json
 import logging
 import os
 from collections.abc import Awaitable, Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
@@ -30,7 +31,7 @@ from hybridflow.agent.collate import GROUPS_PER_STEP, group_index
 from hybridflow.checkpoint.durable import replace_file, sync
 from hybridflow.config import PPOConfig
 from hybridflow.environments.base import Observation, Step
-from hybridflow.errors import HybridFlowError
+from hybridflow.errors import HybridFlowError, TrainingError
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.trajectory import FailureCause
 from hybridflow.rollout.base import GenerationOutput
@@ -124,18 +125,22 @@ class GroupFile:
         self._lock = Lock()
         for line in path.read_bytes().splitlines(keepends=True) if path.exists() else ():
             try:
-                read = json.loads(line) if line.endswith(b"\n") else None
-            except ValueError:
-                read = None
-            if read is None:  # the process was killed as it wrote
+                if not line.endswith(b"\n"):
+                    break
+                self._take(json.loads(line))
+            except (
+                ValueError,
+                KeyError,
+                TypeError,
+            ):  # the process was killed as it wrote, or the disk failed
                 break
             self._size += len(line)
-            self._take(read)
 
     def append(self, line: Mapping[str, Any]) -> None:
         """Write a line and wait until it is on the disk. TypeError, and nothing written, for what is not
-        JSON.
+        JSON, which has keys of text alone.
         """
+        _check_keys(line)
         text = json.dumps(line, default=_plain).encode() + b"\n"
         with self._lock:
             if self._descriptor is None:
@@ -169,9 +174,12 @@ class Journal:
         self._groups_per_step = groups_per_step
         self._open: dict[int, GroupFile] = {}
         self._own = folder / "run.json"
-        if not self._own.exists():
+        try:
+            known = json.loads(self._own.read_text(encoding="utf-8"))
+            self.run: str = known["run"]
+            assert isinstance(known["models"], dict), "it says of which models it is"
+        except (FileNotFoundError, ValueError, KeyError, TypeError, AssertionError):
             self.begin({})
-        self.run: str = json.loads(self._own.read_text(encoding="utf-8"))["run"]
 
     @classmethod
     def of_run(cls, config: PPOConfig) -> Journal | None:
@@ -187,10 +195,12 @@ class Journal:
         replace_file(self._own, json.dumps({"run": self.run, "models": models}))
 
     def settle(self, models: Mapping[str, Any], *, anew: bool) -> None:
-        """Begin where the run does not go on (`anew`), or where the journal is of other models."""
+        """Begin where the run does not go on (`anew`), or where the journal is of other models or keys."""
         theirs = json.loads(self._own.read_text(encoding="utf-8"))["models"]
         if theirs and theirs != models and not anew:
-            logger.warning("the journal of episodes in %s is of other models: it begins anew", self._folder)
+            logger.warning(
+                "the journal of episodes in %s is of other models or keys: it begins anew", self._folder
+            )
         if anew or theirs != models:
             self.begin(models)
 
@@ -217,7 +227,8 @@ class Journal:
     def keep(self, waits: Callable[[int], bool]) -> None:
         """Remove the files of all groups but those of which `waits(index)` holds."""
         for path in self._folder.glob("*-*.jsonl"):
-            if not waits(group_index(path.stem, self._groups_per_step)):
+            is_group = path.stem.replace("-", "").isdigit()
+            if is_group and not waits(group_index(path.stem, self._groups_per_step)):
                 path.unlink(missing_ok=True)
 
     def committed(self, source: Mapping[str, Any]) -> None:
@@ -297,8 +308,8 @@ class EpisodeJournal:
             if state is not None:
                 line["state"] = await state()
             await self._append(line)
-        except TypeError as error:
-            logger.warning("an episode cannot be continued after a loss: %s gave %s", name, error)
+        except (TypeError, ValueError, RecursionError) as error:
+            _tell_once(f"what {name.rpartition('.')[0] or name} answered, or the state after it, has {error}")
             await self.end(str(error))
         return result
 
@@ -311,7 +322,21 @@ class EpisodeJournal:
         await self._append({"over": reason})
 
     async def _append(self, line: dict[str, Any]) -> None:
-        await asyncio.to_thread(self._file.append, {**self._heads, **line})
+        try:
+            await asyncio.to_thread(self._file.append, {**self._heads, **line})
+        except OSError as error:
+            raise TrainingError(
+                f"the journal of episodes cannot be written: {error}. Make room for the run's folder, or set "
+                "actor_rollout_ref.rollout.multi_turn.journal=false"
+            ) from error
+
+
+def settings_of(config: PPOConfig) -> str:
+    """Return a digest of the keys by which an episode, or what it is worth, could be another one: all but
+    those of the run's length, machine and log.
+    """
+    blocks = asdict(replace(config, trainer=type(config.trainer)()))
+    return digest([blocks[name] for name in sorted(blocks) if name not in ("ray_kwargs", "global_profiler")])
 
 
 def digest(value: Any) -> str:
@@ -319,8 +344,25 @@ def digest(value: Any) -> str:
     return blake2b(repr(value).encode(), digest_size=8).hexdigest()
 
 
+def _check_keys(value: Any) -> None:
+    """Raise TypeError for a mapping whose keys JSON would make texts of."""
+    if isinstance(value, Mapping):
+        for key, each in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"the key {key!r}, of which JSON would make a text")
+            _check_keys(each)
+    elif isinstance(value, list | tuple) and any(isinstance(each, Mapping | list | tuple) for each in value):
+        for each in value:
+            _check_keys(each)
+
+
 def _plain(value: Any) -> Any:
     """Return a number or an array of numpy's or torch's as plain ones; TypeError for anything else."""
     if hasattr(value, "tolist"):
         return value.tolist()
-    raise TypeError(f"a {type(value).__name__}, which JSON cannot write")
+    raise TypeError(f"an object of {type(value).__name__}, which JSON cannot write")
+
+
+@functools.cache
+def _tell_once(text: str) -> None:
+    logger.warning("episodes cannot be continued after a loss: %s", text)

@@ -207,7 +207,7 @@ class Runner:
             return None
         with suppress(TrajectoryFailed):  # there is no such agent, which fails the episode as it is played
             if getattr(self._agent_of(episode), "is_journaled", False):
-                facts = (episode.group_seed, episode.seed, episode.prompt.key)
+                facts = (episode.group_seed, episode.seed, episode.prompt.key, episode.facts)
                 return self.journal.episode(episode.group, episode.sample, facts)
         return None
 

@@ -51,13 +51,17 @@ def invariants(options: argparse.Namespace) -> int:
     found = summaries(try_all(adapter, properties))
 
     from rich.console import Console
-    from rich.table import Table
+    from rich.table import Column, Table
     from rich.text import Text
 
     console = Console()
     version = getattr(adapter, "version", "")
     table = Table(
-        "property", "result", "what it says", title=f"{options.adapter} {version}", title_justify="left"
+        Column("property", overflow="fold"),
+        "result",
+        "what it says",
+        title=f"{options.adapter} {version}",
+        title_justify="left",
     )
     for each in found:
         style = {"failed": "red", "held": "green"}.get(each.status, "dim")

@@ -230,7 +230,7 @@ def _counts_table(title: str, verdicts: list[JudgedCase]) -> Table:
     heads = ["right answers", "refused", "rate (95 %)", "wrong answers", "taken", "rate (95 %)"]
     if rows["all"].failed:
         heads.append("failed")
-    columns = [Column(head, justify="right") for head in heads]
+    columns = [Column(head, justify="right", overflow="fold") for head in heads]
     table = Table("class", *columns, title=Text(title), title_justify="left")
     for kind, counts in rows.items():
         cells: list[object] = []

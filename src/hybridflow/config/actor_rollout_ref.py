@@ -542,7 +542,8 @@ class RolloutConfig(LogProbLimits, SamplingKeys):
         "Where generation has processes of its own, send them the elements of a tensor that an update has "
         "changed, if they are fewer bytes than all of it: few in bfloat16 at a small learning rate, most in "
         "float32. The actor's ranks keep what they sent, one copy of the weights together. Checksums of the "
-        "whole weights are compared as always; a replica whose base is another one gets whole tensors.",
+        "whole weights are compared as always; a replica whose base is another one gets whole tensors, and "
+        "so do schedules that generate whole steps ahead.",
     )
     update_weights_bucket_megabytes: int = key(
         256,

@@ -76,7 +76,9 @@ class Environment:
     after_loss: ClassVar[AfterLoss | None] = None
     """Policy for a step whose process was lost before it had answered: `repeat` makes it again, `ask`
     calls `outcome(call_id)`, which returns what the step has returned or None where it was not carried out,
-    and `fail` fails the episode. None is `repeat` where there is a state. Without a state, `repeat` says that
+    and `fail` fails the episode. `outcome` is asked in an object that was brought to before the step, and
+    where the step was carried out it brings the object to after it: `state()` is asked next. None is
+    `repeat` where there is a state. Without a state, `repeat` says that
     all calls of an episode may be made again, to come to where it was; else the episode begins anew.
     """
 

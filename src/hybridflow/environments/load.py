@@ -11,10 +11,11 @@ from typing import Any
 
 from hybridflow.config.own_code import environment_faults
 from hybridflow.config.source_code import definition_of
-from hybridflow.data.plugin import blaming, load_object
+from hybridflow.data.plugin import blaming, check_signature, load_object
 from hybridflow.environments.base import Environment
 from hybridflow.errors import ConfigError
-from hybridflow.tools.function_tool import tool_methods
+from hybridflow.tools.base import checked_after_loss
+from hybridflow.tools.function_tool import mark_of, tool_methods
 
 ENVIRONMENTS = {
     "adventure": "hybridflow.environments.built_in:Adventure",
@@ -48,7 +49,15 @@ def load_environment(
     found = load_object(ENVIRONMENTS.get(spec, spec), key=key)
     for fault in environment_faults(spec, definition_of(found), options, f"{key}_options"):
         raise ConfigError(f"{key}: {fault}")
-    tool_methods(found)  # one without a schema is refused
+    methods = tool_methods(found)  # one without a schema is refused
+    can_ask = hasattr(found, "outcome")
+    if can_ask:
+        form = "def outcome(self, call_id)"
+        check_signature(found.outcome, form, ("self", "call_id"), whose=f"{key}: {spec}")
+    marks = [mark_of(getattr(found, name)) for name in methods]
+    for policy in (getattr(found, "after_loss", None), *(mark.after_loss for mark in marks if mark)):
+        if policy is not None:
+            checked_after_loss(policy, f"{key}: {spec}", can_ask=can_ask)
     if not issubclass(found, Environment):
         found = _as_environment(found)
     return partial(_construct, found, options, f"{key}: {spec}")

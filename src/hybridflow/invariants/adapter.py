@@ -192,7 +192,7 @@ def load_adapter(name: str) -> Any:
     if name in NAMED:
         try:
             module = importlib.import_module(NAMED[name])
-        except Exception as error:  # whatever the other package does when it is imported
+        except (Exception, SystemExit) as error:  # whatever the other package does when it is imported
             raise AdapterError(
                 f"--adapter {name}: {type(error).__name__} while it was imported: {error}. Install what it "
                 "names, or put the package's folder into PYTHONPATH"
@@ -210,7 +210,7 @@ def load_adapter(name: str) -> Any:
     try:
         spec.loader.exec_module(module)
         adapter: Any = module.Adapter() if hasattr(module, "Adapter") else module
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise AdapterError(
             f"--adapter {name}: {type(error).__name__} while it was loaded: {error}"
         ) from error

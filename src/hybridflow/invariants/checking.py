@@ -11,6 +11,7 @@ then k2, …) as its first argument and remembers its arguments, so that a failu
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
 import warnings
@@ -139,8 +140,10 @@ def _try(adapter: Any, each: Property, kind: str) -> PropertyOutcome:
         return PropertyOutcome(each.name, kind, "not offered")
     except PropertyBroken as broken:
         return PropertyOutcome(each.name, kind, "failed", call.given, broken.got, broken.wanted)
-    except Exception as error:  # of the adapter, or of a result that is no tensor
-        got = f"{type(error).__name__}: {error}".partition("\n")[0]
+    except (Exception, SystemExit) as error:  # of the adapter, or of a result that is no tensor
+        got = type(error).__name__
+        with contextlib.suppress(Exception):  # it may not even say what it is
+            got = f"{got}: {error}".partition("\n")[0]
         return PropertyOutcome(each.name, kind, "failed", call.given, got, "no error")
     return PropertyOutcome(each.name, kind, "held")
 

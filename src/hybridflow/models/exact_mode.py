@@ -62,7 +62,9 @@ class ExactMode:
         modes = [cls(THRIFTY_KEYS, step), cls(common, step), cls(common, math.lcm(step, 32))]
         if step == 1:
             modes.insert(0, cls(THRIFTY_KEYS, 1, MIN_QUERIES // 2))
-        if any(layer.in_features > SUM_STEP for layer in module.modules() if type(layer) is nn.Linear):
+        wide = [layer.in_features for layer in module.modules() if type(layer) is nn.Linear]
+        wide += [max(weight.shape[1:]) for weight in module.parameters() if weight.dim() == 3]  # experts
+        if max(wide, default=0) > SUM_STEP:
             modes += [replace(mode, sum_step=SUM_STEP) for mode in modes]
         return list(dict.fromkeys(modes))
 

@@ -152,7 +152,7 @@ def read_cases(path: Path, form_of: Callable[[str], str]) -> list[Case]:
     Raises DataError with the lines that are wrong.
     """
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(
             f"--cases {path} cannot be read: {error}; wanted a file of JSON lines in UTF-8, shipped, or one "
@@ -167,7 +167,7 @@ def read_cases(path: Path, form_of: Callable[[str], str]) -> list[Case]:
         place = f"{path.name}:{number}"
         try:
             case = _case(line, place, form_of)
-        except (DataError, ValueError) as error:
+        except (DataError, ValueError, RecursionError) as error:
             problems.append(f"{place}: {error}")
             continue
         key = (case.response, json.dumps(case.truth, sort_keys=True), case.data_source)
@@ -329,7 +329,7 @@ def suggestions(folder: Path) -> list[dict[str, Any]]:
     for samples in groups.values():
         for same, reason in ((str.strip, "equal answers"), (plain_form, "equal but for the form")):
             for first, second in _torn(samples, same):
-                note = f"took {first.answer!r} and refused {second.answer!r}"
+                note = f"took {first.answer} and refused {second.answer}"
                 add(first, reason, note)
                 add(second, reason, note)
         refused = {sample.answer: sample for sample in samples if not sample.taken}
@@ -369,10 +369,13 @@ def _samples(folder: Path) -> Iterator[tuple[tuple[str, str], _Sample]]:
     for file in sorted(folder.rglob("*.jsonl")):
         if not file.stem.isdigit():
             continue
-        for number, line in enumerate(file.read_text(encoding="utf-8").split("\n"), 1):
+        lines = file.read_text(encoding="utf-8", errors="replace").split("\n")
+        for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line or "{}")
             except ValueError as error:
+                if number == len(lines):  # the run was killed as it wrote
+                    continue
                 raise DataError(f"{file}:{number} is no JSON line of a sample: {error}") from error
             if not isinstance(row, dict):
                 continue

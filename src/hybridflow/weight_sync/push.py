@@ -70,20 +70,29 @@ class Delta:
 
     def write(self, part: Tensor, box: Box) -> Tensor:
         """Return `part`, which holds `box` of the tensor, with the elements that are in it changed."""
+        places, inside = self._within(box)
         changed = part.detach().clone(memory_format=torch.contiguous_format)
-        places = self.places.long()
-        values = self.values
-        if box != Box.whole(self.shape):
-            indices = torch.unravel_index(places, self.shape)
-            inside = torch.ones(len(places), dtype=torch.bool)
-            places = torch.zeros_like(places)
-            for index, start, stop in zip(indices, box.start, box.stop, strict=True):
-                inside &= (index >= start) & (index < stop)
-                places = places * (stop - start) + index - start
-            places = places[inside]
-            values = values[inside]
-        changed.view(-1)[places.to(part.device)] = values.to(part.device)
+        changed.view(-1)[places.to(part.device)] = self.values[inside].to(part.device)
         return changed
+
+    def undone(self, part: Tensor, box: Box) -> Delta:
+        """Return what gives `part`, which holds `box`, back after `write`."""
+        places, inside = self._within(box)
+        old = part.detach().flatten()[places.to(part.device)].cpu()
+        return Delta(self.shape, self.places[inside], old)
+
+    def _within(self, box: Box) -> tuple[Tensor, Tensor | slice]:
+        """Return the indices in a flattened box of the elements that are in it, and which these are."""
+        places = self.places.long()
+        if box == Box.whole(self.shape):
+            return places, slice(None)
+        indices = torch.unravel_index(places, self.shape)
+        inside = torch.ones(len(places), dtype=torch.bool)
+        places = torch.zeros_like(places)
+        for index, start, stop in zip(indices, box.start, box.stop, strict=True):
+            inside &= (index >= start) & (index < stop)
+            places = places * (stop - start) + index - start
+        return places[inside], inside
 
 
 @dataclass(frozen=True)
@@ -122,26 +131,26 @@ class WeightExport:
         self._deltas = deltas
         self._sent: WeightShare | None = None
 
-    def share(self, version: int) -> WeightShare:
-        """Return this rank's part of the present weights, as version `version`."""
+    def share(self, version: int, *, whole: bool = False) -> WeightShare:
+        """Return this rank's part of the present weights, as version `version`; `whole`: without deltas."""
         tensors = {
             name: torch.empty(box.shape, dtype=self.reshard.dtypes[name])
             for name, box in self.reshard.wanted.items()
         }
         self.reshard.run(tensors)
         sums = self.reshard.checksums(self._sums.at(version, self._trained))
-        whole = WeightShare(version, {**tensors}, dict(zip(self.reshard.boxes, sums.tolist(), strict=True)))
+        now = WeightShare(version, {**tensors}, dict(zip(self.reshard.boxes, sums.tolist(), strict=True)))
         before = self._sent
         if self._deltas:
-            self._sent = whole
-        if before is None:
-            return whole
+            self._sent = now
+        if before is None or whole:
+            return now
         changed: dict[str, Tensor | Delta] = {}
         for name, tensor in tensors.items():
             old = before.tensors[name]
             assert isinstance(old, Tensor), "what is kept is whole"
             changed[name] = Delta.between(old, tensor)
-        return WeightShare(version, changed, whole.checksums, before.version)
+        return WeightShare(version, changed, now.checksums, before.version)
 
     def again(self, version: int) -> WeightShare:
         """Return the share of `version` with whole tensors; RolloutError where it is not the newest."""
@@ -199,6 +208,7 @@ class RemotePush:
                 f"the trainer's model and the one that generates have other weights: {lacking[0]} is in one "
                 "of them only"
             )
+        undo = self._undo(shares) if bases else {}
         engine.update_weights(SomeWeights(self._parts(shares)), version)
         written = {name for share in shares for name in share.tensors}
         arrived = self.holding.checksums(
@@ -207,6 +217,9 @@ class RemotePush:
         wanted = torch.tensor([sent[name] for name in self.holding.boxes])
         wrong = first_difference(wanted, arrived)
         if wrong < len(wanted):
+            if undo:  # requests may go on with these weights until whole ones come
+                old = ((name.removeprefix("hf."), self._changed(name, part)) for name, part in undo.items())
+                engine.update_weights(SomeWeights(old), before)
             engine.set_version(before)
             name = list(self.holding.boxes)[wrong]
             raise RolloutError(explain_difference(name, wanted[wrong], arrived[wrong], version=version))
@@ -214,11 +227,25 @@ class RemotePush:
     def _parts(self, shares: Sequence[WeightShare]) -> Iterator[tuple[str, Tensor]]:
         for share in shares:
             for name, tensor in share.tensors.items():
-                if isinstance(tensor, Delta):
-                    part = tensor.write(self.policy.get_parameter(name), self.holding.boxes[name])
-                else:
-                    part = self.holding.part(name, tensor)
-                yield name.removeprefix("hf."), part
+                part = tensor if isinstance(tensor, Delta) else self.holding.part(name, tensor)
+                yield name.removeprefix("hf."), self._changed(name, part)
+
+    def _changed(self, name: str, part: Tensor | Delta) -> Tensor:
+        """Return this rank's part of a weight, as it is or with what has changed of it."""
+        if isinstance(part, Delta):
+            return part.write(self.policy.get_parameter(name), self.holding.boxes[name])
+        return part
+
+    def _undo(self, shares: Sequence[WeightShare]) -> dict[str, Tensor | Delta]:
+        """Return what gives this rank's parts back that the shares are to overwrite, by name."""
+        undo: dict[str, Tensor | Delta] = {}
+        for name, tensor in (item for share in shares for item in share.tensors.items()):
+            own = self.policy.get_parameter(name)
+            if isinstance(tensor, Delta):
+                undo[name] = tensor.undone(own, self.holding.boxes[name])
+            else:
+                undo[name] = own.detach().clone()
+        return undo
 
 
 @dataclass(eq=False)

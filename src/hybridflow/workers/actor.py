@@ -148,11 +148,19 @@ class ActorWorker(StatefulWorker):
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def export_buckets(self, version: int) -> WeightShare:
         """Return this rank's part of the weights, called `version`, for replicas in other processes."""
+        return self._exported(version, whole=False)
+
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def export_whole(self, version: int) -> WeightShare:
+        """Return what `export_buckets` does, as whole tensors: replicas may take other weights before."""
+        return self._exported(version, whole=True)
+
+    def _exported(self, version: int, *, whole: bool) -> WeightShare:
         if self._export is None:
             self._export = WeightExport(self.engine.held_weights, self.engine.device, deltas=self.delta_push)
         self.engine.onload()
         try:
-            return self._export.share(version)
+            return self._export.share(version, whole=whole)
         finally:
             self.engine.offload()
 

@@ -423,7 +423,7 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
                 f"{actor.role} and generates with its weights. Set trainer.placement.{self.role} to a pool "
                 "of its own"
             )
-        return _exported(actor, version)
+        return _exported(actor, version, ActorWorker.export_whole)
 
     def take(self, staged: StagedWeights) -> None:
         """Give all replicas staged weights, between two steps of whatever they serve, and free these.
@@ -467,7 +467,7 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
             with self._taking(version):
                 self.call(RolloutWorker.renew_weights, version=version)
             return
-        self.take(_exported(actor, version))
+        self.take(_exported(actor, version, ActorWorker.export_buckets))
 
     @contextmanager
     def _serving(self) -> Iterator[tuple[ReplicaSet, LLMClient]]:
@@ -501,10 +501,8 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
                 replica.version = version
 
 
-def _exported(actor: ActorGroup, version: int) -> StagedWeights:
+def _exported(actor: ActorGroup, version: int, export: Callable[..., Any]) -> StagedWeights:
     def submit(method: Callable[..., Any]) -> Future[list[WeightShare]]:
         return actor.submit_each(method, [version] * actor.world_size)
 
-    return StagedWeights(
-        version, submit(ActorWorker.export_buckets), lambda: submit(ActorWorker.export_again)
-    )
+    return StagedWeights(version, submit(export), lambda: submit(ActorWorker.export_again))

@@ -17,8 +17,9 @@ from spoken_engine import LIMITS, client_of, episode, says
 from hybridflow.agent.chat import ChatAgent, ChatParts
 from hybridflow.agent.collate import GROUPS_PER_STEP
 from hybridflow.agent.hosted_environment import EnvironmentSpec
-from hybridflow.agent.journal import NUMBER, GroupFile, Journal
+from hybridflow.agent.journal import NUMBER, GroupFile, Journal, settings_of
 from hybridflow.agent.runner import Limit, Runner
+from hybridflow.config import PPOConfig
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig, RetriesConfig
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.errors import ConfigError
@@ -383,3 +384,44 @@ def test_policies_of_tools_are_checked(tmp_path: Path) -> None:
     file.write_text(WORLD.replace("def outcome", "def other"))
     with pytest.raises(ConfigError, match="after_loss=ask wants an outcome"):
         EnvironmentSpec.of(f"{file}:Stateful", {})
+
+
+@pytest.mark.parametrize("line", ["5", "[]", "{}", '{"sample":0,"life":0,"of":"x","done":"a"}', "{"])
+def test_lines_of_another_form_end_what_is_read(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "1-0.jsonl"
+    good = json.dumps({"sample": 0, "life": 0, "of": "x", "begun": "a", "with": "b"})
+    path.write_text(f"{good}\n{line}\n{good}\n")
+    file = GroupFile(path)
+    assert file.lives[0, 0].begun == {"a": "b"}
+    file.append({"sample": 0, "life": 0, "of": "x", "over": "z"})
+    assert path.read_text() == f"{good}\n" + path.read_text().splitlines()[1] + "\n"
+
+
+@pytest.mark.parametrize("text", ["", "{", "{}", "[1]", '{"run": "a"}', '{"run": "a", "models": 3}'])
+def test_a_journal_that_says_nothing_of_its_run_begins_anew(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.json").write_text(text)
+    (tmp_path / "a-b.jsonl").write_text("not ours")
+    journal = Journal(tmp_path, 4)
+    assert len(journal.run) == 12 and Journal(tmp_path, 4).run == journal.run
+    assert (tmp_path / "a-b.jsonl").exists()
+
+
+def test_other_keys_are_another_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    config = PPOConfig()
+    longer = replace(config, trainer=replace(config.trainer, total_training_steps=9, default_local_dir="b"))
+    hotter = replace(config, data=replace(config.data, max_response_length=7))
+    assert settings_of(longer) == settings_of(config) != settings_of(hotter)
+    journal = Journal(tmp_path, 4)
+    journal.settle({"settings": settings_of(config)}, anew=False)
+    run = journal.run
+    journal.settle({"settings": settings_of(longer)}, anew=False)
+    assert journal.run == run and not caplog.text
+    journal.settle({"settings": settings_of(hotter)}, anew=False)
+    assert journal.run != run and "of other models or keys: it begins anew" in caplog.text
+
+
+def test_keys_that_json_would_change_are_no_lines(tmp_path: Path) -> None:
+    file = GroupFile(tmp_path / "1-0.jsonl")
+    with pytest.raises(TypeError, match="the key 1, of which JSON would make a text"):
+        file.append({"sample": 0, "life": 0, "of": "x", "done": "a", "with": "b", "result": [{"x": {1: 2}}]})
+    assert not file.lives

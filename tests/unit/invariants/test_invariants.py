@@ -120,6 +120,19 @@ def test_one_function_that_raises_ends_nothing(
     assert "held: k1; failed: k2; not offered: k3" in out and "RuntimeError: boom" in out
 
 
+@pytest.mark.parametrize("end", ["sys.exit(0)", "raise Odd"])
+def test_a_function_that_ends_the_process_has_failed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], end: str
+) -> None:
+    file = tmp_path / "mine.py"
+    file.write_text(
+        "import sys\nclass Odd(Exception):\n    def __str__(self):\n        raise ValueError\n"
+        f"def kl(name, log_prob, ref_log_prob, mask):\n    {end}\n"
+    )
+    assert main(["invariants", "--adapter", str(file), "--only", "equal_policies_have_no_kl"]) == 1
+    assert "1 failed" in capsys.readouterr().out
+
+
 def test_status_0_where_all_that_is_offered_holds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "mine.py"
     file.write_text(

@@ -181,7 +181,7 @@ def test_samples_whose_verdicts_do_not_agree_are_suggested(tmp_path: Path) -> No
         ("the truth but for the form", "3", "#### 3 eggs"),
     ]
     assert all(case["right"] is None for case in found)
-    assert "took '\\\\frac{1}{2}' and refused '1/2'" in found[2]["note"]
+    assert "took \\frac{1}{2} and refused 1/2" in found[2]["note"]
     path = written(tmp_path / "cases.jsonl", *found)
     assert [case.right for case in own_cases(path, RewardConfig(function="math"))] == [None] * 6
 
@@ -189,6 +189,14 @@ def test_samples_whose_verdicts_do_not_agree_are_suggested(tmp_path: Path) -> No
 def test_a_folder_without_samples_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="has no samples with a score"):
         suggestions(tmp_path)
-    written(tmp_path / "1.jsonl", sample("#### 1", "1", 1.0), "{")
+    written(tmp_path / "1.jsonl", sample("#### 1", "1", 1.0), "{", "")
     with pytest.raises(DataError, match=r"1\.jsonl:2 is no JSON line"):
         suggestions(tmp_path)
+    written(tmp_path / "1.jsonl", sample("#### 1", "1", 1.0), '{"response": "cut')
+    assert suggestions(tmp_path) == [], "a run that was killed as it wrote"
+
+
+def test_a_case_of_deep_json_is_one_bad_line(tmp_path: Path) -> None:
+    path = written(tmp_path / "cases.jsonl", "[" * 100_000)
+    with pytest.raises(DataError, match=r"cases\.jsonl:1"):
+        own_cases(path, RewardConfig(function="math"))

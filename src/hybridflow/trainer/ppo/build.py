@@ -12,7 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeAlias
 
-from hybridflow.agent.journal import Journal
+from hybridflow.agent.journal import Journal, settings_of
 from hybridflow.checkpoint.layout import REFERENCE
 from hybridflow.config import PPOConfig
 from hybridflow.config.convert import raise_all
@@ -141,7 +141,7 @@ def build(config: PPOConfig, *, patience: float = 0.0) -> Iterator[PPOTrainer]:
         if journal is not None:
             # a restart of the same command has patience: its episodes go on also where it has no checkpoint
             anew = config.trainer.resume_mode == "disable" and not patience
-            journal.settle(model_facts(config), anew=anew)
+            journal.settle({**model_facts(config), "settings": settings_of(config)}, anew=anew)
         with (
             closing(build_reward_manager(config.reward, config.trainer.seed)) as rewards,
             closing(Agents(config, tokenizer, data.agent_names, journal)) as agents,

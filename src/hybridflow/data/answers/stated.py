@@ -15,7 +15,7 @@ import string
 from collections import deque
 from typing import NamedTuple
 
-_MARK = re.compile(r"\\+(?:boxed|fbox)(?![A-Za-z])|\\[\\{}]|[{}]")
+_MARK = re.compile(r"(?<!\\)\\+(?:boxed|fbox)(?![A-Za-z])|\\[\\{}]|[{}]")
 r"""Boxes and braces. `\{` and `\}` are printed braces, which open and close no group."""
 _BARE_BOX = re.compile(r"(\d+(?:[.,]\d+)*|[A-Za-z]|\\[A-Za-z]+)")
 r"""What `\boxed` frames without braces: a number, a letter or a command."""

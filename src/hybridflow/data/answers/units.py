@@ -87,6 +87,8 @@ _MULTIPLES = {
     "dozen": 12,
     "hundred": 100,
     "thousand": 1000,
+    "lakh": 10**5,
+    "crore": 10**7,
     "million": 10**6,
     "billion": 10**9,
     "trillion": 10**12,
@@ -95,6 +97,7 @@ _PARTS = {"halves": 2, "thirds": 3, "fifths": 5, "sixths": 6, "eighths": 8, "ten
 _PARTS |= {"hundredths": 100, "thousandths": 1000}
 """Words that divide what stands before them; quarters may be coins."""
 _DENIALS = frozenset({"not", "no", "never", "wrong", "incorrect", "false"})
+_DENIALS |= {"negative", "below", "factorial", "tens", "score", "k"}
 """Words behind a number that make it another answer."""
 _POWERS = {"square": 2, "sq": 2, "cubic": 3, "cu": 3, "squared": 2, "cubed": 3, "²": 2, "³": 3}
 
@@ -126,7 +129,7 @@ def split_unit(tokens: Sequence[Token]) -> tuple[list[Token], Unit | None]:
         number += [Token("sign", "/"), Token("number", str(_PARTS[names.pop(0)]))]
     if not names:
         return number, None
-    if not _DENIALS.isdisjoint(names):
+    if not _DENIALS.isdisjoint(names) or names[0] in ("squared", "cubed"):  # of the number, and no unit's
         return list(tokens), None
     return _joined(number, _unit(names))
 

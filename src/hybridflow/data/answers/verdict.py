@@ -41,6 +41,9 @@ from hybridflow.data.answers.units import SHORT_UNITS, Unit
 from hybridflow.data.answers.values import step_of
 
 _WHOLE = re.compile(r"[-+]?[0-9]{1,999}")
+_LETTERS = re.compile(r"[A-Za-z]{3,9}")
+_ABOUT = re.compile(r"^([\s$]*)(?:\\(?:approx|simeq)(?![A-Za-z])|≈)")
+r"""What may stand before a number that is rounded: \approx 3.5."""
 _STATEMENTS = frozenset({"forall", "exists", "nexists", "neg", "to", "implies", "iff", "pmod", "notin"})
 _STATEMENTS |= {"subset", "subseteq", "supset", "supseteq", "perp", "parallel", "cong", "sim"}
 """Commands of statements, which are the same only if their text is."""
@@ -56,12 +59,14 @@ def same_answer(truth: str, answer: str) -> bool | None:
 
     Both are LaTeX or plain text, without a box or in one.
     """
-    truth = last_boxed(truth) or truth
+    truth, answer = (_ABOUT.sub(r"\1", text) for text in (last_boxed(truth) or truth, answer))
     condensed = [_condensed(text) for text in (truth, answer)]
     if not condensed[0] or not condensed[1]:
         return False
     if condensed[0] == condensed[1]:
         return True
+    if all(map(_LETTERS.fullmatch, condensed)) and sorted(condensed[0]) == sorted(condensed[1]):
+        return False  # an order, HHT and HTH, and no product
     if all(map(_WHOLE.fullmatch, condensed)):  # most answers, without the work for the others
         return int(condensed[0]) == int(condensed[1])
     if max(map(len, (truth, answer))) > MAX_LENGTH:

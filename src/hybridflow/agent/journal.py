@@ -176,9 +176,11 @@ class Journal:
         self._own = folder / "run.json"
         try:
             known = json.loads(self._own.read_text(encoding="utf-8"))
+        except (FileNotFoundError, ValueError):
+            known = None
+        if isinstance(known, dict) and isinstance(known.get("models"), dict) and "run" in known:
             self.run: str = known["run"]
-            assert isinstance(known["models"], dict), "it says of which models it is"
-        except (FileNotFoundError, ValueError, KeyError, TypeError, AssertionError):
+        else:
             self.begin({})
 
     @classmethod
@@ -309,7 +311,7 @@ class EpisodeJournal:
                 line["state"] = await state()
             await self._append(line)
         except (TypeError, ValueError, RecursionError) as error:
-            _tell_once(f"what {name.rpartition('.')[0] or name} answered, or the state after it, has {error}")
+            _tell_once(f"the answer of a call, or the state after it, has {error}")
             await self.end(str(error))
         return result
 

@@ -62,7 +62,8 @@ class ExactMode:
         modes = [cls(THRIFTY_KEYS, step), cls(common, step), cls(common, math.lcm(step, 32))]
         if step == 1:
             modes.insert(0, cls(THRIFTY_KEYS, 1, MIN_QUERIES // 2))
-        wide = [layer.in_features for layer in module.modules() if type(layer) is nn.Linear]
+        layers = [layer for layer in module.modules() if type(layer) in (nn.Linear, SplitLinear)]
+        wide = [layer.in_features for layer in layers if isinstance(layer, nn.Linear)]
         wide += [max(weight.shape[1:]) for weight in module.parameters() if weight.dim() == 3]  # experts
         if max(wide, default=0) > SUM_STEP:
             modes += [replace(mode, sum_step=SUM_STEP) for mode in modes]

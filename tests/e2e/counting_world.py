@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +26,8 @@ FUSE = "COUNTING_WORLD_FUSE"
 """Variable of the environment: the file with a moment, and the number of the call in its process."""
 STEPS_OF_AN_EPISODE = 3
 _calls = Counter[str]()
+_counting = threading.Lock()
+"""Calls run beside each other, and each has a number of its own."""
 
 
 class Counting(Environment):
@@ -98,9 +101,11 @@ def _note(call_id: str, text: str) -> None:
 
 
 def _burn(moment: str) -> None:
-    _calls[moment] += 1
+    with _counting:
+        _calls[moment] += 1
+        number = _calls[moment]
     fuse = Path(os.environ.get(FUSE, "/no such file"))
-    if fuse.exists() and fuse.read_text() == f"{moment} {_calls[moment]}":
+    if fuse.exists() and fuse.read_text() == f"{moment} {number}":
         fuse.unlink()
         os.kill(os.getpid(), signal.SIGKILL)
 

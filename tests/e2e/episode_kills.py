@@ -15,6 +15,7 @@ import os
 import signal
 import sys
 import tempfile
+import threading
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -73,14 +74,16 @@ SCHEDULES = {
 def killing(kind: str, when: str) -> Callable[[], None]:
     """Return what makes a process kill itself at line number LINE of a kind."""
     seen = Counter[str]()
+    counting = threading.Lock()
 
     def install() -> None:
         counting_world.speak()
         real = GroupFile.append
 
         def append(self: GroupFile, line: dict[str, object]) -> None:
-            seen["lines"] += kind in line
-            due = kind in line and seen["lines"] == LINE
+            with counting:
+                seen["lines"] += kind in line
+                due = kind in line and seen["lines"] == LINE
             if due and when == "torn":
                 with self._path.open("ab") as file:
                     file.write(b'{"sample": 0, "do')

@@ -1,4 +1,9 @@
-"""Commands of verl's own examples for Megatron, word by word but for folders, data and trackers.
+"""Commands of verl's own examples, word by word but for folders, data and trackers.
+
+DENSE_GRPO       examples/grpo_trainer/run_qwen2-7b.sh, which serves its model over two devices; with SGLANG
+                 it is run_qwen2-7b_sgl.sh but for sizes
+
+For Megatron:
 
 DENSE_PPO        examples/ppo_trainer/run_qwen2-7b_megatron.sh
 MOE_GRPO         examples/grpo_trainer/run_qwen3moe-30b_megatron.sh, which also gives the model in
@@ -7,6 +12,27 @@ MOE_DAPO         examples/grpo_trainer/run_qwen3moe-30b_megatron_96gb.sh
 """
 
 FLAGS = ("--config-path=config", "--config-name=ppo_megatron_trainer.yaml")
+
+DENSE_GRPO = """
+algorithm.adv_estimator=grpo data.train_batch_size=1024 data.max_prompt_length=512
+data.max_response_length=1024 data.filter_overlong_prompts=True data.truncation=error
+actor_rollout_ref.actor.optim.lr=1e-6 actor_rollout_ref.model.use_remove_padding=True
+actor_rollout_ref.actor.ppo_mini_batch_size=256 actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=40
+actor_rollout_ref.actor.use_kl_loss=True actor_rollout_ref.actor.kl_loss_coef=0.001
+actor_rollout_ref.actor.kl_loss_type=low_var_kl actor_rollout_ref.actor.entropy_coeff=0
+actor_rollout_ref.model.enable_gradient_checkpointing=True
+actor_rollout_ref.actor.fsdp_config.param_offload=False
+actor_rollout_ref.actor.fsdp_config.optimizer_offload=False
+actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=40
+actor_rollout_ref.rollout.tensor_model_parallel_size=2 actor_rollout_ref.rollout.name=vllm
+actor_rollout_ref.rollout.gpu_memory_utilization=0.6 actor_rollout_ref.rollout.n=5
+actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=40
+actor_rollout_ref.ref.fsdp_config.param_offload=True
+algorithm.use_kl_in_reward=False trainer.critic_warmup=0
+trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.save_freq=20 trainer.test_freq=5 trainer.total_epochs=15
+"""
+
+SGLANG = "actor_rollout_ref.rollout.name=sglang"
 
 DENSE_PPO = """
 data.train_batch_size=1024 data.max_prompt_length=1024 data.max_response_length=512

@@ -265,7 +265,7 @@ def _vllm(folder: Path, *, server: bool = False) -> Subject:
     config = RolloutConfig(
         name="vllm", max_num_seqs=MAX_ROWS, max_model_len=POSITIONS, gpu_memory_utilization=0.2, server=own
     )
-    engine = build_vllm_engine(config, ModelFacts(str(folder), DEVICE, "float32"), (END,), rank=0, ranks=1)
+    engine = build_vllm_engine(config, ModelFacts(str(folder), DEVICE, "float32"), (END,))
 
     def push(weights: dict[str, Tensor], version: int, lost: str | None) -> None:
         sent = [(name, tensor.to(DEVICE)) for name, tensor in weights.items() if name != lost]
@@ -286,7 +286,7 @@ def _sglang(folder: Path) -> Subject:
     config = RolloutConfig(
         name="sglang", max_num_seqs=MAX_ROWS, max_model_len=POSITIONS, gpu_memory_utilization=0.2
     )
-    engine = build_sglang_engine(config, ModelFacts(str(folder), DEVICE, "float32"), (END,), rank=0)
+    engine = build_sglang_engine(config, ModelFacts(str(folder), DEVICE, "float32"), (END,))
 
     def push(weights: dict[str, Tensor], version: int, lost: str | None) -> None:
         sent = [(name, tensor.to(DEVICE)) for name, tensor in weights.items() if name != lost]

@@ -38,6 +38,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def engine(folder: str) -> Iterator[SGLangEngine]:
     """With a server of its own and the weights of no model."""
     config = RolloutConfig(name="sglang", max_model_len=128, max_num_seqs=64)
-    made = build_sglang_engine(config, ModelFacts(folder, torch.device("cpu"), "float32"), [EOS], rank=0)
+    made = build_sglang_engine(config, ModelFacts(folder, torch.device("cpu"), "float32"), [EOS])
     yield made
     made.close()

@@ -32,9 +32,7 @@ TOLERANCE = 5e-4
 def build(folder: str, *, server: bool) -> VLLMEngine:
     config = RolloutConfig(name="vllm", max_model_len=128, max_num_seqs=64, lora_as_adapters=True)
     config = replace(config, server=replace(config.server, enable=server, start_timeout=300, push_timeout=60))
-    return build_vllm_engine(
-        config, ModelFacts(folder, torch.device("cpu"), "float32", lora_rank=4), [EOS], rank=0, ranks=1
-    )
+    return build_vllm_engine(config, ModelFacts(folder, torch.device("cpu"), "float32", lora_rank=4), [EOS])
 
 
 @pytest.fixture(scope="module", params=["in process", "server"])

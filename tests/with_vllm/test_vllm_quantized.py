@@ -26,9 +26,7 @@ def build(folder: str, method: str) -> VLLMEngine:
     config = RolloutConfig(
         name="vllm", max_model_len=128, max_num_seqs=64, dtype="bfloat16", quantization=method
     )
-    return build_vllm_engine(
-        config, ModelFacts(folder, torch.device("cpu"), "float32"), [EOS], rank=0, ranks=1
-    )
+    return build_vllm_engine(config, ModelFacts(folder, torch.device("cpu"), "float32"), [EOS])
 
 
 def apart(hf: Any, engine: VLLMEngine) -> float:

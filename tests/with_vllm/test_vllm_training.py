@@ -6,9 +6,12 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 
@@ -89,6 +92,40 @@ def test_a_server_that_somebody_else_started(model: Path, tmp_path: Path, addres
     check(train(model, tmp_path / "run", f"{SERVER}.address={address}"))
     # it goes on, with the weights of another run
     check(train(model, tmp_path / "again", f"{SERVER}.address={address}"))
+
+
+TOGETHER = (
+    "trainer.n_gpus_per_node=2",
+    "actor_rollout_ref.rollout.tensor_model_parallel_size=2",
+    "actor_rollout_ref.rollout.max_model_len=256",
+)
+"""Two processes train, and share one vLLM of two workers."""
+
+
+@pytest.mark.timeout(600)
+def test_two_ranks_have_one_vllm_of_two_workers(model: Path, tmp_path: Path) -> None:
+    """Each worker compares the digests of what is pushed to it."""
+    pytest.importorskip("ray")
+    check(train(model, tmp_path / "run", *TOGETHER))
+
+
+@pytest.mark.timeout(1200)
+def test_a_killed_worker_of_vllm_is_told_and_replaced(model: Path, tmp_path: Path) -> None:
+    """The run goes on from its checkpoint, with the numbers of a run in which none is killed."""
+    pytest.importorskip("ray")
+    saving = (*TOGETHER, "trainer.save_freq=1", "trainer.max_restarts=1")
+    plain = train(model, tmp_path / "plain", *saving)
+    killed = tmp_path / "killed"
+    with ThreadPoolExecutor() as pool:
+        run = pool.submit(train, model, killed, *saving)
+        while not (killed / "global_step_1").exists() and not run.done():
+            time.sleep(0.05)
+        workers = psutil.process_iter(["name"])
+        next(each for each in workers if str(each.info["name"]).startswith("VLLM::Worker")).kill()
+        mended = run.result()
+    said = (killed / "log.txt").read_text()
+    assert "restart 1 of 1" in said and "vllm server" in said
+    assert [line["reward/mean"] for line in mended] == [line["reward/mean"] for line in plain]
 
 
 @pytest.mark.timeout(600)

@@ -107,9 +107,7 @@ def build(folder: str, *, server: bool) -> VLLMEngine:
     """With the weights of no model."""
     config = RolloutConfig(name="vllm", max_model_len=128, max_num_seqs=64)
     config = replace(config, server=replace(config.server, enable=server, start_timeout=300, push_timeout=60))
-    return build_vllm_engine(
-        config, ModelFacts(folder, torch.device("cpu"), "float32"), [EOS], rank=0, ranks=1
-    )
+    return build_vllm_engine(config, ModelFacts(folder, torch.device("cpu"), "float32"), [EOS])
 
 
 PROMPTS = prompts(64)

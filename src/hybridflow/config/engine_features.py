@@ -129,8 +129,8 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
     ),
     "vllm": _column(
         shared_weights=no("it has weights of its own, which are pushed before each step"),
-        sharded_training=unshown("whole tensors are pushed; shown for a replica of the native engine only"),
-        tensor_parallel=unshown("vLLM's own; needs several GPUs"),
+        sharded_training=yes("whole tensors are pushed"),
+        tensor_parallel=yes("vLLM's own, over the replica's devices; shown by its CPU build"),
         lora=yes("folded, or as adapters (lora_as_adapters)"),
         quantization=yes("on a CPU fp8_per_channel in bfloat16; fp8 needs a GPU"),
         routes=no(
@@ -146,7 +146,7 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
     "sglang": _column(
         shared_weights=no("it has weights of its own, which are pushed before each step"),
         sharded_training=unshown("whole tensors are pushed; shown for a replica of the native engine only"),
-        tensor_parallel=unshown("SGLang's own; needs several GPUs"),
+        tensor_parallel=unshown("SGLang's own, over the replica's devices; needs several GPUs"),
         lora=unshown("adapters are pushed folded into their weights"),
         quantization=unshown("SGLang's own; needs a GPU"),
         routes=no(

@@ -169,6 +169,13 @@ def pool_sizes(trainer: TrainerConfig, role: str) -> list[int]:
     return [max(1, sum(trainer.resource_pools.get(pool, []))) for pool in _pools_of(trainer, role)]
 
 
+def processes_by_node(trainer: TrainerConfig, role: str) -> list[int]:
+    """Return the number of processes on each node of the pools that host a role."""
+    if not trainer.resource_pools:
+        return [trainer.n_gpus_per_node] * trainer.nnodes
+    return [count for pool in _pools_of(trainer, role) for count in trainer.resource_pools.get(pool, [])]
+
+
 def inexact_ranks(config: PPOConfig) -> str | None:
     """Return the reason the run's ranks cannot generate and train a row with the same bits, or None.
 

@@ -168,7 +168,9 @@ class WorkerHost:
         return isolate(result)
 
     def clear(self) -> None:
-        """Drop all workers; they are built again when they are needed."""
+        """Close and drop all workers; they are built again when they are needed."""
+        for worker in self._workers.values():
+            worker.close()
         self._workers.clear()
 
     def _where(self, role: str) -> str:

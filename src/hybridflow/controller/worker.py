@@ -58,6 +58,9 @@ class Worker:
         """The number of workers of the role."""
         return self.rank_info.world_size
 
+    def close(self) -> None:
+        """Give back what a worker has outside of its process; it is dropped after that."""
+
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def stored(self, rows: DataProto) -> DataProto:
         """Return rows whose columns have come by reference, by value."""

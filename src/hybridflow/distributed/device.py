@@ -75,6 +75,19 @@ def set_current(device: torch.device) -> None:
         torch.get_device_module(device).set_device(device)
 
 
+def shown_as(device: torch.device) -> tuple[str, str] | None:
+    """Return the environment variable that shows devices of this kind to a process, and what it has to be
+    for a process that is to see this one alone; None where there is no such variable.
+    """
+    variables = features(device.type).visible
+    if not variables:
+        return None
+    variable = next((name for name in variables if os.environ.get(name)), variables[0])
+    index = device.index or 0
+    listed = os.environ.get(variable)
+    return variable, listed.split(",")[index] if listed else str(index)
+
+
 def num_devices(kind: str) -> int:
     """Return the number of devices of a kind that this process sees; 0 where torch does not know the kind."""
     module = getattr(torch, kind, None)

@@ -285,7 +285,12 @@ class LocalPush:
                 tensors = whole_tensors(self.policy, dict(adapter_tensors(self.policy)))
                 engine.update_adapters(tensors, version, facts)
             else:
-                engine.update_weights(plain_weights(self.policy, self._dtypes), version)
+                weights = plain_weights(self.policy, self._dtypes)
+                try:
+                    engine.update_weights(weights, version)
+                finally:  # other ranks, whose engines live, read sharded weights with this one
+                    for _ in weights:
+                        pass
         finally:
             if self.trainer is not None:
                 self.trainer.offload()

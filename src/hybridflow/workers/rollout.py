@@ -35,6 +35,7 @@ from hybridflow.rollout.base import (
     SharedModule,
 )
 from hybridflow.rollout.engine_replica import EngineReplica, ReplicaLost, ReplicaUse
+from hybridflow.rollout.remote.engine import PushedEngine
 from hybridflow.rollout.self_check import choose_exact_mode
 from hybridflow.weight_sync.push import LocalPush, RemotePush, StagedPush, WeightShare
 
@@ -234,6 +235,11 @@ class RolloutWorker(Worker):
         Raises RolloutError where they did not arrive.
         """
         self._change(version, partial(self._renew, version))
+
+    def close(self) -> None:
+        """End the processes that an engine with weights of its own has started."""
+        if isinstance(self.engine, PushedEngine):
+            self.engine.close()
 
     # ---- the engine as a replica has it
 

@@ -13,7 +13,7 @@ import torch
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.data.remote import hub_folder
 from hybridflow.data.tokenizer import load_tokenizer, text_of
-from hybridflow.distributed.process_group import ReplicaRanks, rank_and_size
+from hybridflow.distributed.process_group import ReplicaRanks
 from hybridflow.engines import TrainEngine
 from hybridflow.models.adapters.lora import LoraSettings, add_lora
 from hybridflow.models.copies.twin import Twin
@@ -21,7 +21,7 @@ from hybridflow.models.files.build import build_policy, override_in_full, resolv
 from hybridflow.rollout.base import RolloutEngine, WeightSource
 from hybridflow.rollout.build import build_rollout_engine
 from hybridflow.rollout.native.engine import NativeEngine
-from hybridflow.rollout.remote.model import ModelFacts
+from hybridflow.rollout.remote.model import ModelFacts, ReplicaPlace
 from hybridflow.rollout.sglang.engine import build_sglang_engine
 from hybridflow.rollout.vllm.build import build_vllm_engine
 from hybridflow.weight_sync.holding import Holding
@@ -146,15 +146,14 @@ def _with_own_weights(
         tokenizer=tokenizer,
         lora_rank=0 if lora is None else lora.largest_rank,
     )
-    rank, ranks = rank_and_size()
-    engine: RolloutEngine
-    if config.name == "sglang":
-        engine = build_sglang_engine(config, facts, eos_token_ids, rank=rank)
-    else:
-        engine = build_vllm_engine(config, facts, eos_token_ids, rank=rank, ranks=ranks)
+    place = ReplicaPlace.of_this_rank(config.tensor_model_parallel_size, device)
+    build = build_sglang_engine if config.name == "sglang" else build_vllm_engine
+    engine: RolloutEngine = build(config, facts, eos_token_ids, place)
     if actor_engine is not None:
         owned = LocalPush(actor_engine.policy, actor_engine, adapters=config.lora_as_adapters)
         return RolloutWorker(engine, owned=owned)
+    if not place.leads:
+        return RolloutWorker(engine)
     policy = build_policy(**{**model, "device": "cpu", "dtype": facts.dtype}, probe=False).requires_grad_(
         False
     )

@@ -47,7 +47,8 @@ def test_only_agents_make_rows_as_long_as_the_context_of_the_engine(
 def test_vllm_and_sglang_get_their_longest_row_and_native_needs_none(base: list[str]) -> None:
     sizes = [*base, "data.max_prompt_length=20", "data.max_response_length=30"]
     four = f"{ROLLOUT}.tensor_model_parallel_size=4"
-    for keys, longest in (([VLLM, four], 50), ([SGLANG], 50), ([], None)):
+    together = ["trainer.n_gpus_per_node=4", four]
+    for keys, longest in (([VLLM, *together], 50), ([SGLANG], 50), ([], None)):
         config = prepare_config(PPOConfig, [*sizes, *keys]).config
         assert config.actor_rollout_ref.rollout.max_model_len == longest
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.checks import cluster
-from hybridflow.config.load import load_config
+from hybridflow.config.layout import num_processes
+from hybridflow.config.load import load_config, prepare_config
 from hybridflow.config.resolve import resolve
 from hybridflow.errors import ConfigError
-from verl_commands import DENSE_PPO, FLAGS, MOE_DAPO, MOE_GRPO
+from hybridflow.trainer.roles.parallel_layout import rollout_axes
+from verl_commands import DENSE_GRPO, DENSE_PPO, FLAGS, MOE_DAPO, MOE_GRPO, SGLANG
 
 CONTEXT = """
 actor_rollout_ref.actor.strategy=megatron critic.strategy=megatron actor_rollout_ref.ref.strategy=megatron
@@ -31,6 +35,33 @@ def loaded(words: str, *more: str) -> tuple[PPOConfig, list[str]]:
     read = load_config(PPOConfig, [*more, *words.split()])
     config, notes = resolve(read.config, read.given)
     return config, [*read.notes, *notes]
+
+
+@pytest.mark.parametrize(
+    ("command", "ranks", "more"),
+    [
+        (DENSE_GRPO, 2, ()),
+        (DENSE_GRPO, 2, (SGLANG,)),
+        (DENSE_PPO, 4, FLAGS),
+        (MOE_GRPO, 4, FLAGS),
+        (MOE_DAPO, 4, FLAGS),
+    ],
+    ids=["grpo-vllm", "grpo-sglang", "ppo-megatron", "moe-grpo-megatron", "moe-dapo-megatron"],
+)
+def test_a_stock_command_runs_with_other_paths_only(
+    base: list[str], command: str, ranks: int, more: tuple[str, ...]
+) -> None:
+    """Nothing is refused, and one engine serves as many devices as the command says."""
+    path = next(word.partition("=")[2] for word in base if word.startswith("actor_rollout_ref.model.path"))
+    shape: dict[str, object] = {"model_type": "qwen2"}
+    if "expert_model_parallel_size" in command:
+        shape = {"model_type": "qwen3_moe", "num_experts": 128, "num_hidden_layers": 48}
+    (Path(path) / "config.json").write_text(json.dumps(shape))
+    config = prepare_config(PPOConfig, [*command.split(), *base, *more]).config
+    rollout = config.actor_rollout_ref.rollout
+    assert rollout.tensor_model_parallel_size == ranks and rollout.name in ("vllm", "sglang")
+    world = num_processes(config.trainer)
+    assert rollout_axes(config, world) == (("dp", world // ranks), ("tp", ranks))
 
 
 def test_the_dense_command() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.errors import RolloutError
+from hybridflow.errors import RolloutError, WorkerLost
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.remote.runner import EngineDied, ResponsePiece, Submission
@@ -200,12 +200,13 @@ def test_a_reader_who_leaves_aborts_the_rest() -> None:
     assert not runner.open and len(list(engine.generate([request(2)]))) == 1
 
 
-def test_an_engine_that_dies_leaves_what_was_finished_and_an_error_that_names_it() -> None:
+def test_an_engine_that_dies_leaves_what_was_finished_and_is_a_lost_worker() -> None:
     engine, runner = ready()
     runner.dies_at = 3
-    kept, lost = engine.generate([request(0, max_tokens=2), request(1)])
-    assert kept.finish_reason == "length" and lost.finish_reason == "error" and lost.token_ids == [11, 11]
-    assert str(lost.error) == "request 1: a scripted engine died: out of luck"
+    running = engine.generate([request(0, max_tokens=2), request(1)])
+    assert next(running).finish_reason == "length"
+    with pytest.raises(WorkerLost, match="a scripted engine died: out of luck"):
+        next(running)
 
 
 def test_a_dropped_push_is_found_at_once() -> None:

@@ -26,6 +26,7 @@ from hybridflow.rollout.base import GenerationOutput, GenerationRequest, Samplin
 from hybridflow.rollout.remote import http as process_module
 from hybridflow.rollout.remote.http import Address, Refused, ServerGone, ServerProcess, free_port
 from hybridflow.rollout.remote.model import ModelFacts
+from hybridflow.rollout.remote.runner import EngineDied
 from hybridflow.rollout.vllm import build as vllm_build
 from hybridflow.rollout.vllm.engine import VLLMEngine
 from hybridflow.rollout.vllm.server import VLLMServer
@@ -40,6 +41,7 @@ ADAPTERS: list[str] = []
 NAMES: set[str] = set()
 """Adapters that it has."""
 NO_ADAPTERS = threading.Event()
+UNWELL = threading.Event()
 FACTS = {
     "device": "cpu",
     "vocabulary": 50,
@@ -60,7 +62,7 @@ class Answers(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self.reply({"data": [{"id": "theirs"}]})
+        self.reply({"data": [{"id": "theirs"}]}, 503 if UNWELL.is_set() else 200)
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
@@ -101,6 +103,11 @@ class Answers(BaseHTTPRequestHandler):
         self.send_header("Connection", "close")
         self.end_headers()
         self.close_connection = True
+        if body["prompt"] in ([10], [11]):
+            if body["prompt"] == [11]:
+                UNWELL.set()
+            self.wfile.write(b'data: {"error": {"message": "an issue"}}\n\n')
+            return
         for number in range(body["max_tokens"]):
             finish = "length" if number + 1 == body["max_tokens"] else None
             top = [{"token_id:7": -0.5, "token_id:3": -1.5}] if body["logprobs"] else None
@@ -182,12 +189,20 @@ def test_a_refused_request_is_an_error_of_its_own_and_a_cut_stream_is_the_engine
         engine.generate([request(0, 4), request(1)]), key=lambda output: output.request_id
     )
     assert "vllm refused it" in str(refused.error) and served.finish_reason == "length"
-    (cut,) = engine.generate([request(2, 8, max_tokens=5)])
-    assert cut.finish_reason == "error"
-    assert cut.token_ids == [7, 7]
-    assert "vllm server http://127.0.0.1" in str(cut.error)
+    with pytest.raises(EngineDied, match=r"vllm server http://127\.0\.0\.1.* died: the stream ended"):
+        list(engine.generate([request(2, 8, max_tokens=5)]))
     with pytest.raises(RolloutError, match=r"died earlier: the stream ended before the response did"):
         list(engine.generate([request(3)]))
+
+
+def test_a_server_that_is_not_well_is_the_engines_end_and_not_that_of_a_request(engine: VLLMEngine) -> None:
+    (refused,) = engine.generate([request(0, 10)])
+    assert "vllm refused it: an issue" in str(refused.error)
+    try:
+        with pytest.raises(EngineDied, match=r"died: an issue; .*/health answered 503"):
+            list(engine.generate([request(1, 11)]))
+    finally:
+        UNWELL.clear()
 
 
 def test_abort_hangs_up(engine: VLLMEngine) -> None:
@@ -248,7 +263,7 @@ def test_a_server_that_had_adapters_of_another_run_gets_a_base_of_this_one(engin
 def test_a_python_of_its_own_is_that_of_a_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str | None] = []
 
-    def start(arguments: dict[str, Any], *, python: str | None, timeout: float) -> Any:
+    def start(arguments: dict[str, Any], *, python: str | None, **_: Any) -> Any:
         asked.append(python)
         raise RolloutError("it starts")
 
@@ -256,7 +271,7 @@ def test_a_python_of_its_own_is_that_of_a_server(tmp_path: Path, monkeypatch: py
     config = RolloutConfig(name="vllm", max_model_len=64, server=RolloutServerConfig(python="another/python"))
     facts = ModelFacts(str(create_tiny_model(tmp_path / "model", seed=0)), torch.device("cpu"), "float32")
     with pytest.raises(RolloutError, match="it starts"):
-        vllm_build.build_vllm_engine(config, facts, [2], rank=0, ranks=1)
+        vllm_build.build_vllm_engine(config, facts, [2])
     assert asked == ["another/python"]
 
 

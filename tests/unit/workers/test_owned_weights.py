@@ -8,7 +8,8 @@ model's files.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +32,16 @@ from test_rollout_worker import (
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.controller import LocalBackend
 from hybridflow.engines.fsdp import FSDPEngine
-from hybridflow.errors import RolloutError
+from hybridflow.errors import RolloutError, WorkerLost
 from hybridflow.models.adapters.lora import LoraSettings
 from hybridflow.models.files.build import build_policy
 from hybridflow.models.files.export import plain_weights
 from hybridflow.models.policy import PolicyModel
+from hybridflow.rollout.base import RolloutEngine
 from hybridflow.rollout.native.engine import NativeEngine
-from hybridflow.rollout.remote.model import ModelFacts
+from hybridflow.rollout.remote.model import ModelFacts, ReplicaPlace
+from hybridflow.rollout.remote.runner import EngineDied, Submission
+from hybridflow.rollout.vllm.build import build_vllm_engine
 from hybridflow.rollout.vllm.engine import VLLMEngine
 from hybridflow.rollout.vllm.settings import command_line, engine_arguments
 from hybridflow.workers import rollout_build
@@ -56,9 +60,11 @@ VLLM = RolloutConfig(name="vllm", max_model_len=32)
 
 
 def stand_in(
-    config: RolloutConfig, facts: ModelFacts, eos_token_ids: Sequence[int], *, rank: int, ranks: int
-) -> NativeEngine:
-    """A model of its own, with zeros for weights."""
+    config: RolloutConfig, facts: ModelFacts, eos_token_ids: Sequence[int], place: ReplicaPlace
+) -> RolloutEngine:
+    """A model of its own, with zeros for weights, on the first rank of a replica."""
+    if not place.leads:
+        return build_vllm_engine(config, facts, eos_token_ids, place)
     own = build_policy(facts.path, device="cpu", dtype="float64", probe=False)
     with torch.no_grad():
         for parameter in own.parameters():
@@ -127,6 +133,51 @@ def test_a_sharded_actor_fills_an_engine_on_each_rank(
     two_ranks: Ranks, folder: str, lora: LoraSettings | None
 ) -> None:
     assert two_ranks.run(push_on_ranks, folder, lora) == [expected(folder, 1, lora)] * 2
+
+
+def push_to_a_replica(rank: int, folder: str) -> Any:
+    engine = actor_engine(folder, 2)
+    together = replace(VLLM, tensor_model_parallel_size=2)
+    rollout_build.build_vllm_engine = stand_in  # type: ignore[assignment]
+    worker = build_rollout_worker(together, actor_engine=engine, model=model(folder), eos_token_ids=EOS)
+    learn(engine)
+    worker.renew_weights(version=1)
+    if rank == 0:
+        return tokens(generated(worker, requests()))
+    with pytest.raises(RolloutError, match="the first rank of a replica serves its requests"):
+        worker.engine.runner.start([Submission(0, (1,))])  # type: ignore[attr-defined]
+    worker.sleep()
+    worker.wake_up()
+    return worker.engine.policy_version, list(generated(worker, []))
+
+
+def test_ranks_of_a_replica_have_one_engine_which_all_their_shards_fill(
+    two_ranks: Ranks, folder: str
+) -> None:
+    assert two_ranks.run(push_to_a_replica, folder) == [expected(folder, 1), (1, [])]
+
+
+def drop_on_the_second_rank(rank: int, folder: str) -> str:
+    """The first rank's engine takes one tensor and dies; the second one reads on."""
+    engine = actor_engine(folder, 2)
+    worker = worker_of(folder, engine)
+
+    def die(weights: Iterable[Any], version: int) -> None:
+        next(iter(weights))
+        raise EngineDied("it died")
+
+    if rank == 0:
+        worker.engine.update_weights = die  # type: ignore[method-assign]
+    try:
+        worker.renew_weights(version=1)
+    except EngineDied as error:
+        assert isinstance(error, WorkerLost)
+        return str(error)
+    return f"version {worker.engine.policy_version}"
+
+
+def test_an_engine_that_dies_of_a_push_leaves_no_rank_waiting(two_ranks: Ranks, folder: str) -> None:
+    assert two_ranks.run(drop_on_the_second_rank, folder) == ["it died", "version 1"]
 
 
 def test_memory_of_an_engine_beside_the_trainer_in_the_order_of_a_run(

@@ -39,7 +39,7 @@ def pool_problems(config: PPOConfig) -> Iterator[str]:
         )
     width = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     for processes in pool_sizes(trainer, "rollout"):
-        if config.actor_rollout_ref.rollout.name == "native" and processes % width:
+        if processes % width:
             yield (
                 f"{ROLLOUT}.tensor_model_parallel_size={width} does not divide the {processes} processes "
                 "that generate: set a divisor"

@@ -11,7 +11,13 @@ from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.config.checks.algorithm import uncorrected
 from hybridflow.config.checks.paths import plugin_problem
 from hybridflow.config.engine_features import ENGINES, KEY, NATIVE_KINDS, TABLE
-from hybridflow.config.layout import inexact_ranks, mix_pools, pool_sizes, share_a_pool
+from hybridflow.config.layout import (
+    inexact_ranks,
+    mix_pools,
+    pool_sizes,
+    processes_by_node,
+    share_a_pool,
+)
 from hybridflow.config.needs import estimator_facts, may_use_agents, replayed_steps, uses_agents
 from hybridflow.config.paths import local
 from hybridflow.config.root import PPOConfig
@@ -77,18 +83,22 @@ def server_problems(config: PPOConfig) -> Iterator[str]:
             f"{ROLLOUT}.server.enable=false with {processes} processes that generate: without servers vLLM "
             f"serves one process alone: leave {ROLLOUT}.server.enable out"
         )
+    width = rollout.tensor_model_parallel_size
     addresses = [server.address] if isinstance(server.address, str) else server.address
-    if addresses is not None and len(addresses) != processes:
+    if addresses is not None and len(addresses) * width != processes:
         yield (
-            f"{ROLLOUT}.server.address names {len(addresses)} servers, and {processes} processes generate: "
-            "give one for each, or set trainer.placement.rollout to a pool of as many"
+            f"{ROLLOUT}.server.address names {len(addresses)} servers, and {processes} processes generate, "
+            f"{width} of them together (tensor_model_parallel_size): give one for each {width}, or set "
+            "trainer.placement.rollout to a pool of as many"
         )
-    if rollout.tensor_model_parallel_size > 1 and processes > 1:
+    whole = all(processes % width == 0 for processes in pool_sizes(config.trainer, "rollout"))
+    nodes = processes_by_node(config.trainer, "rollout")
+    if addresses is None and whole and any(count % width for count in nodes):
         yield (
-            f"{ROLLOUT}.tensor_model_parallel_size={rollout.tensor_model_parallel_size} with "
-            f"{ROLLOUT}.name={rollout.name} and {processes} processes that generate: each has one device, "
-            "and starts an engine on it. Set it to 1, or start larger servers yourself and give their "
-            f"addresses ({ROLLOUT}.server.address)"
+            f"{ROLLOUT}.tensor_model_parallel_size={width} with {ROLLOUT}.name={rollout.name} and "
+            f"{sorted(set(nodes))} processes on a node: the ranks of a replica are on one node, where its "
+            f"engine is started. Set a divisor, or start servers yourself and give their addresses "
+            f"({ROLLOUT}.server.address)"
         )
     given = getattr(rollout.engine_kwargs, rollout.name)
     for name in sorted(set(given) & set(SET_BY_US[rollout.name])):

@@ -156,7 +156,10 @@ class RankProcess:
         """Drop the workers and leave the process group."""
 
         def leave() -> None:
+            host = self._host
             self._host = None
+            if host is not None:
+                host.clear()
             process_group.destroy()
 
         return self._answer(leave)

@@ -38,6 +38,8 @@ HEALTH_CHECKS = {
     "health_check_failure_threshold": 4,
 }
 NICENESS = {"worker_niceness": 0}  # Ray's own 15 would let anything else on the machine come first
+# keepers end what is below a worker's process; Ray would kill a keeper itself, and leave what is below it
+CHILDREN = {"kill_child_processes_on_worker_exit": False}
 START_ATTEMPTS = 3
 REMOVE_SECONDS = 20.0
 STARTUP_TIMEOUT = "timed out during startup"  # in the message of Ray's plain Exception
@@ -63,7 +65,7 @@ def start(config: RayConfig, **offered: Any) -> tuple[str, str]:
                     address="local",
                     _temp_dir=temp_dir,
                     _node_ip_address=LOOPBACK,
-                    _system_config={**HEALTH_CHECKS, **NICENESS},
+                    _system_config={**HEALTH_CHECKS, **NICENESS, **CHILDREN},
                     **offered,
                 )
             return temp_dir, dashboard

@@ -2,8 +2,7 @@
 as the native engine.
 
 requests ──check──► errors (that request only)
-    └──► EngineRunner ──pieces──► rows ──► outputs, as they finish; those that were not done when the engine
-    died: errors that name it
+    └──► EngineRunner ──pieces──► rows ──► outputs, as they finish; where the engine dies: EngineDied
 """
 
 from __future__ import annotations
@@ -237,8 +236,8 @@ class PushedSession:
         return not self._rows
 
     def add(self, requests: Sequence[GenerationRequest]) -> list[GenerationOutput]:
-        """Hand requests to the engine; those that cannot be served come back at once, as do all where it is
-        dead. RolloutError for an id that is in use, and without weights.
+        """Hand requests to the engine; those that cannot be served come back at once. RolloutError for an id
+        that is in use, and without weights; EngineDied where it is dead.
         """
         if not requests:
             return []
@@ -255,23 +254,17 @@ class PushedSession:
         self._rows |= {request.request_id: _ResponseRow(request, self._version) for request in good}
         self.stats.prefill_tokens += sum(len(context) for context in {one.context for one in good})
         self.stats.max_rows = max(self.stats.max_rows, len(self._rows))
-        try:
-            if good:
-                self.runner.start([self.submission(request) for request in good])
-        except EngineDied as error:
-            outputs += self._lost(error)
+        if good:
+            self.runner.start([self.submission(request) for request in good])
         self.stats.seconds += perf_counter() - began
         return outputs
 
     def step(self) -> list[GenerationOutput]:
-        """Wait a while for the next pieces, and return the outputs that are finished by them; when the engine
-        dies, all that are not, with what they have and an error that names it.
+        """Wait a while for the next pieces, and return the outputs that are finished by them; EngineDied when
+        the engine dies.
         """
         began = perf_counter()
-        try:
-            pieces = self.runner.poll()
-        except EngineDied as error:
-            return self._lost(error)
+        pieces = self.runner.poll()
         self.stats.decode_steps += 1
         outputs = []
         for piece in pieces:
@@ -310,8 +303,3 @@ class PushedSession:
         """Abort running requests, and release the engine for other uses."""
         self.abort(list(self._rows))
         self.closed()
-
-    def _lost(self, error: EngineDied) -> list[GenerationOutput]:
-        lost = list(self._rows.values())
-        self._rows = {}
-        return [row.output("error", str(error)) for row in lost]

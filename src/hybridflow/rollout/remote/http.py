@@ -30,7 +30,11 @@ class ServerGone(Exception):
 
 
 class Refused(RolloutError):
-    """The server refused the request."""
+    """The server refused the request; `status` is that of its answer, 0 where it told none."""
+
+    def __init__(self, message: str, status: int = 0) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class HttpCall(http.client.HTTPConnection):
@@ -48,7 +52,7 @@ class HttpCall(http.client.HTTPConnection):
         try:
             response = self.getresponse()
             if response.status != 200:
-                raise Refused(said(response.read()))
+                raise Refused(said(response.read()), response.status)
             for line in response:
                 if line.strip() == b"data: [DONE]":
                     return
@@ -97,7 +101,7 @@ class Address:
         finally:
             connection.close()
         if response.status != 200:
-            raise Refused(f"{self.url}{path} answered {response.status}: {said(data)}")
+            raise Refused(f"{self.url}{path} answered {response.status}: {said(data)}", response.status)
         return data
 
     def begin(

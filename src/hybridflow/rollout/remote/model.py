@@ -1,12 +1,15 @@
-"""The model of an engine that holds its own weights."""
+"""The model of an engine that holds its own weights, and the ranks that it generates for."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
+from hybridflow.distributed.device import shown_as
+from hybridflow.distributed.process_group import ReplicaRanks, gather_objects, rank_and_size
 from hybridflow.models.files.build import load_config
 
 
@@ -32,6 +35,35 @@ class ModelFacts:
             self.path, trust_remote_code=self.trust_remote_code, override_config=self.override_config
         )
         return config.get_text_config()
+
+
+@dataclass(frozen=True)
+class ReplicaPlace:
+    """The replica that a rank belongs to: its ranks have one engine, which the first of them starts."""
+
+    number: int = 0
+    """Number of the replica."""
+    replicas: int = 1
+    leads: bool = True
+    """Whether this rank has the engine."""
+    visible: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables by which a process sees the devices of the replica's ranks, and no others."""
+
+    @classmethod
+    def of_this_rank(cls, size: int, device: torch.device) -> ReplicaPlace:
+        """Return the place of this rank, which computes on `device`, among replicas of `size` ranks.
+
+        All ranks call it together; ConfigError where they cannot be divided so.
+        """
+        ranks = ReplicaRanks.of_this_rank(size)
+        rank, world = rank_and_size()
+        shown = gather_objects(shown_as(device), ranks.group) if size > 1 else [shown_as(device)]
+        visible: dict[str, str] = {}
+        for each in shown:
+            if each is not None:
+                variable, name = each
+                visible[variable] = f"{visible[variable]},{name}" if variable in visible else name
+        return cls(rank // size, world // size, ranks.rank == 0, visible)
 
 
 def cache_bytes_per_token(shape: Any, dtype: str) -> int:

@@ -6,12 +6,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
-from hybridflow.errors import RolloutError
-from hybridflow.weight_sync.wire.receiver import Weights
+from hybridflow.errors import RolloutError, WorkerLost
+from hybridflow.weight_sync.wire.receiver import NOTHING, Part, Weights
 
 
-class EngineDied(RolloutError):
-    """The engine is gone; the message names the engine and the cause."""
+class EngineDied(RolloutError, WorkerLost):
+    """The engine is gone with the weights and the responses that it held; the message names the engine and
+    the cause.
+    """
 
 
 @dataclass
@@ -77,3 +79,63 @@ class EngineRunner(Protocol):
 
     def close(self) -> None:
         """End the processes that were started for the engine."""
+
+
+class Follower(EngineRunner):
+    """The engine of a replica as its other ranks have it: the first one started it and sends it requests.
+
+    They take part where ranks read sharded weights together, and keep nothing of what they read. It has what
+    the runners of all engines have.
+    """
+
+    name = "the engine of another rank"
+
+    def __init__(self, device: str, *, adapters: bool = False) -> None:
+        self._facts = {"device": device, "vocabulary": 0, "positions": 0, "adapters": adapters}
+        self._version = NOTHING
+        self._has_base = False
+
+    def facts(self) -> dict[str, Any]:
+        """Return that no request can be served here."""
+        return {**self._facts, "quantized": True, "max_log_probs": 0, "temperature_only": True}
+
+    def version(self) -> int:
+        """Return the version of the weights that this rank read last."""
+        return self._version
+
+    def has_base(self) -> bool:
+        """Return whether this rank has read base weights for adapters."""
+        return self._has_base
+
+    def start(self, submissions: Sequence[Submission]) -> None:
+        """Raise RolloutError for any request."""
+        if submissions:
+            raise RolloutError("the first rank of a replica serves its requests: send them there")
+
+    def poll(self) -> list[ResponsePiece]:
+        """Return nothing."""
+        return []
+
+    def abort(self, request_ids: Iterable[int]) -> None:
+        """Nothing runs."""
+
+    def push(
+        self, weights: Weights, version: int, part: Part = "whole", adapter: dict[str, Any] | None = None
+    ) -> None:
+        """Read the weights with the other ranks."""
+        for _ in weights:
+            pass
+        self._has_base = part != "whole"
+        self._version = version
+
+    def sleep(self, level: int) -> None:
+        """Forget the version where the engine forgets its weights."""
+        if level > 1:
+            self._version = NOTHING
+            self._has_base = False
+
+    def wake_up(self, tags: Sequence[str]) -> None:
+        """There is no memory to take."""
+
+    def close(self) -> None:
+        """There is no process to end."""

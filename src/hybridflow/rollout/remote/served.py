@@ -31,25 +31,22 @@ _POLL_S = 0.5
 class Stream:
     """A response that is being streamed. `read`: returns the piece of an event, or None where it has none."""
 
-    engine: str
-    request_id: int
     call: HttpCall
     read: Callable[[dict[str, Any]], ResponsePiece | None]
 
     def pieces(self) -> Iterator[ResponsePiece]:
-        """Yield the pieces to the last one; ServerGone where the stream ends before it."""
-        try:
-            for event in self.call.events():
-                if "error" in event:
-                    raise Refused(event["error"].get("message", event["error"]))
-                piece = self.read(event)
-                if piece is not None:
-                    yield piece
-                    if piece.finish is not None:
-                        return
-        except Refused as error:
-            yield ResponsePiece.failed(self.request_id, f"{self.engine} refused it: {error}")
-            return
+        """Yield the pieces to the last one; ServerGone where the stream ends before it, Refused."""
+        for event in self.call.events():
+            if "error" in event:
+                code = event["error"].get("code")
+                raise Refused(
+                    event["error"].get("message", event["error"]), code if isinstance(code, int) else 0
+                )
+            piece = self.read(event)
+            if piece is not None:
+                yield piece
+                if piece.finish is not None:
+                    return
         raise ServerGone("the stream ended before the response did")
 
     def close(self) -> None:
@@ -95,10 +92,14 @@ class Served(ABC):
 
     @classmethod
     def of(
-        cls, config: RolloutConfig, rank: int, start: Callable[[], tuple[Address, ServerProcess]], **more: Any
+        cls,
+        config: RolloutConfig,
+        replica: int,
+        start: Callable[[], tuple[Address, ServerProcess]],
+        **more: Any,
     ) -> Self:
-        """Return the runner over the server of rollout rank `rank`: the one that the configuration names, or
-        the one that `start` starts. `more`: the fields of a subclass.
+        """Return the runner over the server of a replica, by its number: the one of the configuration,
+        or the one that `start` starts. `more`: the fields of a subclass.
         """
         server = config.server
         process = None
@@ -106,7 +107,7 @@ class Served(ABC):
             logger.info("an %s server starts, which may take minutes", cls.engine)
             address, process = start()
         else:
-            address = Address(server.address if isinstance(server.address, str) else server.address[rank])
+            address = Address(server.address if isinstance(server.address, str) else server.address[replica])
         return cls(
             address,
             process,
@@ -186,10 +187,26 @@ class Served(ABC):
                 return
             for piece in job.stream.pieces():
                 self._pieces.put((job, piece))
+        except Refused as error:
+            self._pieces.put((job, self._refused(job, error)))
         except ServerGone as error:
             self._pieces.put((job, error))
         except Exception as error:  # an unforeseen answer must not leave the caller waiting
             self._pieces.put((job, ResponsePiece.failed(job.request_id, f"{type(error).__name__}: {error}")))
+
+    def _refused(self, job: _Job, error: Refused) -> ResponsePiece | ServerGone:
+        """Return the failure of this request alone, or of the server: where one of its processes has ended it
+        fails all requests, and says that it is not well before it ends itself.
+        """
+        try:
+            if not 400 <= error.status < 500:
+                self.address.call("/health", timeout=self.timeout, method="GET")
+        except ServerGone as gone:
+            return gone
+        except Refused as unwell:
+            if unwell.status == 503:
+                return ServerGone(f"{error}; {unwell}")
+        return ResponsePiece.failed(job.request_id, f"{self.engine} refused it: {error}")
 
     def _is_wanted(self, job: _Job) -> bool:
         with self._lock:

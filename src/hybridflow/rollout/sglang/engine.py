@@ -6,7 +6,7 @@ import json
 import math
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -17,7 +17,8 @@ from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.memory import free_memory
 from hybridflow.rollout.remote.engine import PushedEngine
 from hybridflow.rollout.remote.http import Address, ServerProcess
-from hybridflow.rollout.remote.model import ModelFacts, cache_bytes_per_token
+from hybridflow.rollout.remote.model import ModelFacts, ReplicaPlace, cache_bytes_per_token
+from hybridflow.rollout.remote.runner import EngineRunner, Follower
 from hybridflow.rollout.sglang.loader import QUALIFIED_NAME
 from hybridflow.rollout.sglang.server import SGLangServer
 
@@ -97,16 +98,24 @@ class SGLangEngine(PushedEngine):
 
 
 def build_sglang_engine(
-    config: RolloutConfig, model: ModelFacts, eos_token_ids: Sequence[int], *, rank: int
+    config: RolloutConfig, model: ModelFacts, eos_token_ids: Sequence[int], place: ReplicaPlace | None = None
 ) -> SGLangEngine:
-    """Return the engine of rollout rank `rank`, over its own server; RolloutError where it does not start."""
+    """Return the engine of a rank of a replica, over its server; RolloutError where it does not start."""
+    place = place or ReplicaPlace()
     server = config.server
     arguments = server_arguments(config, model)
-    start = partial(start_server, arguments, python=server.python, timeout=server.start_timeout)
-    vocabulary = int(model.shape().vocab_size)
-    runner = SGLangServer.of(
-        config, rank, start, vocabulary=vocabulary, positions=positions_of(config, model)
-    )
+    runner: EngineRunner = Follower(str(model.device))
+    if place.leads:
+        start = partial(
+            start_server,
+            arguments,
+            python=server.python,
+            timeout=server.start_timeout,
+            visible=place.visible,
+        )
+        vocabulary = int(model.shape().vocab_size)
+        positions = positions_of(config, model)
+        runner = SGLangServer.of(config, place.number, start, vocabulary=vocabulary, positions=positions)
     texts = not arguments.get("skip_tokenizer_init", False)
     return SGLangEngine(
         runner, eos_token_ids=eos_token_ids, frees_cache=config.free_cache_engine, texts=texts
@@ -180,11 +189,11 @@ def command_line(arguments: dict[str, Any]) -> list[str]:
 
 
 def start_server(
-    arguments: dict[str, Any], *, python: str | None, timeout: float
+    arguments: dict[str, Any], *, python: str | None, timeout: float, visible: Mapping[str, str] | None = None
 ) -> tuple[Address, ServerProcess]:
-    """Start SGLang's server as `ServerProcess.start` does."""
+    """Start SGLang's server as `ServerProcess.start` does; `visible`: variables that show it devices."""
     command = [python or sys.executable, "-m", "sglang.launch_server", *command_line(arguments)]
-    environment = {**os.environ, **ENVIRONMENT}
+    environment = {**os.environ, **(visible or {}), **ENVIRONMENT}
     if arguments.get("device") == "cpu":
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
     return ServerProcess.start(command, environment, engine="sglang", timeout=timeout)

@@ -96,7 +96,7 @@ class SGLangServer(Served):
         }
         call = self.address.begin("/generate", body, timeout=self.timeout)
         read = partial(self._piece, submission.request_id, rid, self._version, frozenset(params["cuts"]))
-        return Stream(self.engine, submission.request_id, call, read)
+        return Stream(call, read)
 
     def _piece(
         self, number: int, rid: str, version: str, cuts: frozenset[int], event: dict[str, Any]

@@ -24,6 +24,18 @@ _SEEDS = 1 << 63
 class AdapterRunner(EngineRunner, Protocol):
     """An `EngineRunner` of vLLM, which also takes LoRA adapters alone, over base weights pushed before."""
 
+    def has_base(self) -> bool:
+        """Return whether adapters may be pushed: all workers have base weights."""
+
+    def push(
+        self, weights: Weights, version: int, part: Part = "whole", adapter: dict[str, Any] | None = None
+    ) -> None:
+        """Push weights as `EngineRunner.push` does. `adapter`: the content of adapter_config.json."""
+
+
+class ExtendedRunner(AdapterRunner, Protocol):
+    """The runner of a vLLM whose workers have `Extension`."""
+
     def version(self) -> int:
         """Return the lowest version of the weights in the workers."""
         return min(int(answer["version"]) for answer in self._call("hybridflow_version"))
@@ -31,11 +43,6 @@ class AdapterRunner(EngineRunner, Protocol):
     def has_base(self) -> bool:
         """Return whether adapters may be pushed: all workers have base weights."""
         return all(answer["has_base"] for answer in self._call("hybridflow_version"))
-
-    def push(
-        self, weights: Weights, version: int, part: Part = "whole", adapter: dict[str, Any] | None = None
-    ) -> None:
-        """Push weights as `EngineRunner.push` does. `adapter`: the content of adapter_config.json."""
 
     @abstractmethod
     def _call(self, method: str, *arguments: Any) -> list[Any]:

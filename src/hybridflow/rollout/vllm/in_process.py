@@ -17,14 +17,14 @@ from hybridflow.distributed.device import num_devices, used_accelerator
 from hybridflow.errors import RolloutError
 from hybridflow.rollout.installed import advice
 from hybridflow.rollout.remote.runner import EngineDied, ResponsePiece, Submission
-from hybridflow.rollout.vllm.engine import AdapterRunner, with_our_end
+from hybridflow.rollout.vllm.engine import ExtendedRunner, with_our_end
 from hybridflow.rollout.vllm.extension import ADAPTER_ID, ADAPTER_NAME
 from hybridflow.rollout.vllm.settings import ENVIRONMENT
 from hybridflow.weight_sync.wire.receiver import Part, Weights
 from hybridflow.weight_sync.wire.sender import checked
 
 
-class InProcess(AdapterRunner):
+class InProcess(ExtendedRunner):
     """An `EngineRunner` over vLLM's `LLMEngine`, made from `arguments` (`engine_arguments`)."""
 
     def __init__(self, arguments: dict[str, Any]) -> None:

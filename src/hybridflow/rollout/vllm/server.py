@@ -18,14 +18,14 @@ from hybridflow.errors import RolloutError
 from hybridflow.rollout.remote.http import Refused
 from hybridflow.rollout.remote.runner import ResponsePiece, Submission
 from hybridflow.rollout.remote.served import Served, Stream
-from hybridflow.rollout.vllm.engine import AdapterRunner, with_our_end
+from hybridflow.rollout.vllm.engine import ExtendedRunner, with_our_end
 from hybridflow.rollout.vllm.extension import ADAPTER_NAME, QUALIFIED_NAME
 from hybridflow.rollout.vllm.settings import MODEL
 from hybridflow.weight_sync.wire.receiver import Part, Weights
 
 
 @dataclass(eq=False)
-class VLLMServer(Served, AdapterRunner):
+class VLLMServer(Served, ExtendedRunner):
     """An `EngineRunner` over a vLLM server. `adapters`: whether LoRA adapters will be pushed."""
 
     engine = "vllm"
@@ -89,7 +89,7 @@ class VLLMServer(Served, AdapterRunner):
             "skip_special_tokens": False,
         }
         call = self.address.begin("/v1/completions", body, timeout=self.timeout)
-        return Stream(self.engine, submission.request_id, call, partial(_piece, submission))
+        return Stream(call, partial(_piece, submission))
 
     def push(
         self, weights: Weights, version: int, part: Part = "whole", adapter: dict[str, Any] | None = None

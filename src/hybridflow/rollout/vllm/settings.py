@@ -8,6 +8,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -97,14 +98,14 @@ def command_line(arguments: dict[str, Any]) -> list[str]:
 
 
 def start_server(
-    arguments: dict[str, Any], *, python: str | None, timeout: float
+    arguments: dict[str, Any], *, python: str | None, timeout: float, visible: Mapping[str, str] | None = None
 ) -> tuple[Address, ServerProcess]:
-    """Start vLLM's OpenAI server as `ServerProcess.start` does."""
+    """Start vLLM's OpenAI server as `ServerProcess.start` does; `visible`: variables that show it devices."""
     module = "vllm.entrypoints.openai.api_server"
     options = ["--served-model-name", MODEL, "--disable-log-stats", *command_line(arguments)]
     # /collective_rpc, /reset_prefix_cache, /sleep; /v1/load_lora_adapter
     dev_mode = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     command = [python or sys.executable, "-m", module, *options]
     return ServerProcess.start(
-        command, {**ENVIRONMENT, **os.environ, **dev_mode}, engine="vllm", timeout=timeout
+        command, {**ENVIRONMENT, **os.environ, **(visible or {}), **dev_mode}, engine="vllm", timeout=timeout
     )

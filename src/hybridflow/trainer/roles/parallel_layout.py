@@ -35,9 +35,7 @@ def rollout_axes(config: PPOConfig, world_size: int) -> tuple[tuple[str, int], .
     """Return how `world_size` ranks generate: groups of `tensor_model_parallel_size` ranks serve requests
     together.
     """
-    rollout = config.actor_rollout_ref.rollout
-    # engines with their own weights shard a model by themselves
-    tensor = rollout.tensor_model_parallel_size if rollout.name == "native" else 1
+    tensor = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     return ("dp", world_size // tensor), ("tp", tensor)
 
 

@@ -367,7 +367,8 @@ NOTHING: Mapping[str, str] = {
         f"{ROLLOUT}.{name}": reason
         for reason, names in {
             "which engine generates, and its layout": (
-                *("name", "tensor_model_parallel_size", "dtype", "engine_kwargs.*", "server.*"),
+                *("name", "tensor_model_parallel_size", "expert_parallel_size", "dtype"),
+                *("engine_kwargs.*", "server.*"),
                 *("load_format", "lora_as_adapters", "update_weights_bucket_megabytes", "delta_push"),
             ),
             "memory and speed of generation": (

@@ -434,6 +434,12 @@ class RolloutConfig(LogProbLimits, SamplingKeys):
     tensor_model_parallel_size: int = key(
         1, "Ranks that generate together, each with a slice of every dense layer.", minimum=1
     )
+    expert_parallel_size: int = key(
+        1,
+        "vllm and sglang: ranks of a replica that share the experts of a layer among them; 1, or "
+        "tensor_model_parallel_size. With 1 each has a slice of every expert.",
+        minimum=1,
+    )
     max_num_seqs: int = key(256, "Largest number of responses that are decoded at once.", minimum=1)
     max_num_batched_tokens: int = key(
         8192,

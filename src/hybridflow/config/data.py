@@ -183,3 +183,8 @@ class SFTDataConfig(BaseDataConfig):
     )
     prompt_key: str = key("prompt", "Column with the prompt, in data without a column of messages.")
     response_key: str = key("response", "Column with the response, in data without a column of messages.")
+    text_key: str | None = key(
+        None,
+        "Supervised fine-tuning: column with plain text, of which every token is learned; null: the data has "
+        "conversations, or prompts with responses.",
+    )

@@ -90,12 +90,16 @@ def require_prompts(rows: Rows, config: DataConfig) -> None:
 def require_conversations(rows: Rows, config: SFTDataConfig) -> str | None:
     """Return the column of whole conversations, or None where prompts and responses have their own.
 
-    Raises DataError where there is neither.
+    Raises DataError where there is neither, nor the plain text that the configuration names.
     """
+    if config.text_key is not None:
+        rows.require(config.text_key, hint="data.text_key names a column of plain text")
+        return None
     column = messages_column(rows.columns, config.messages_key, config.prompt_key, config.response_key)
     if column is None:
         hint = (
-            f"wanted data.messages_key={config.messages_key}, or both data.prompt_key and data.response_key"
+            f"wanted data.messages_key={config.messages_key}, or both data.prompt_key and "
+            "data.response_key, or data.text_key for plain text"
         )
         rows.require(config.prompt_key, config.response_key, hint=hint)
     return column

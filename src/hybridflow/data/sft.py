@@ -1,6 +1,7 @@
 """Conversations for supervised fine-tuning: rows in, token ids and their loss mask out.
 
     {messages} or {prompt, response} ──► text and the spans that the assistant wrote
+    {text} ──► plain text, all of it learned
                                      ──► SFTRow(input_ids, loss_mask)
 
 The model learns the tokens that the assistant has to generate: its text and the end token after it, and
@@ -54,8 +55,8 @@ class SFTDataset:
     """The conversations of `rows` that can be used; item i is an SFTRow.
 
     Takes the column `data.messages_key` where there is one, else `data.prompt_key` (a templated string or
-    messages) and `data.response_key`. Raises DataError for missing columns, conversations over
-    `data.max_length` with `truncation=error`, no usable row.
+    messages) and `data.response_key`; the plain text of `data.text_key` where that is set. Raises DataError
+    for missing columns, conversations over `data.max_length` with `truncation=error`, no usable row.
     """
 
     def __init__(self, rows: Rows | Sequence[Row], tokenizer: Tokenizer, config: SFTDataConfig) -> None:
@@ -155,9 +156,10 @@ class ConversationEncoder:
             self.reader = MediaReader.for_rows(rows, tokenizer, config)
         else:
             rows.refuse_media("answers are compared by their text alone")
-        first = rows[0].get(config.prompt_key)
-        wrap = config.wrap_prompts or messages_column is not None
-        check_template(tokenizer, rows.source, first, wrap=wrap, use="are learned")
+        if config.text_key is None:
+            first = rows[0].get(config.prompt_key)
+            wrap = config.wrap_prompts or messages_column is not None
+            check_template(tokenizer, rows.source, first, wrap=wrap, use="are learned")
 
     def encode_alone(self, row: Row) -> list[Encoded]:
         """Return the one conversation of a row."""
@@ -183,6 +185,8 @@ class ConversationEncoder:
         config = self.config
         if self.messages_column is not None:
             return self.conversation(check_messages(row[self.messages_column], media=self._reads), row)
+        if config.text_key is not None:
+            return encode_text(self.tokenizer, row[config.text_key])
         response = row[config.response_key]
         if not isinstance(response, str):
             raise TypeError(f"{config.response_key} is {type(response).__name__}, wanted a string")
@@ -272,6 +276,23 @@ def encode_pair(tokenizer: Tokenizer, prompt: str, response: str) -> tuple[list[
     if ids[-1:] != [tokenizer.eos_token_id]:
         ids.append(int(tokenizer.eos_token_id))
     return prompt_ids + ids, [0] * len(prompt_ids) + [1] * len(ids)
+
+
+def encode_text(tokenizer: Tokenizer, text: object) -> tuple[list[int], list[int]]:
+    """Return the token ids of a plain text, with the tokenizer's first token where it has one and closed by
+    the end token exactly once, and a mask that learns all of them but the first token.
+
+    Raises TypeError where it is no text, ValueError for an empty one or a tokenizer without an end token.
+    """
+    if not isinstance(text, str):
+        raise TypeError(f"the text is {type(text).__name__}, wanted a string")
+    ids, mask = encode_pair(tokenizer, "", text)
+    first = tokenizer.bos_token_id
+    started = encode_prompt(tokenizer, text)[:1] == [first]
+    if started and ids[:1] != [first]:
+        ids = [int(first), *ids]
+        mask = [0, *mask]
+    return ids, mask
 
 
 def encode_conversation(

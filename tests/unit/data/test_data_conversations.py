@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from copy import deepcopy
 from typing import Any
 
 import pytest
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from hybridflow.config.data import DataConfig, SFTDataConfig
@@ -29,6 +31,9 @@ MESSAGES = [
     {"role": "user", "content": "Bye"},
     {"role": "assistant", "content": "See you"},
 ]
+
+
+PLAIN = SFTDataConfig(text_key="text")
 
 
 def row(prompt: Any, **more: Any) -> dict[str, Any]:
@@ -74,6 +79,39 @@ def test_wrapped_prompts_are_a_users_messages(
         SFTDataset(pair, characters, SFTDataConfig(wrap_prompts=True))[0]
         == SFTDataset(talk, characters, SFTDataConfig())[0]
     )
+
+
+def test_plain_text_is_learned_as_it_stands(
+    characters_without_template: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = characters_without_template
+    end = tokenizer.eos_token_id
+    with caplog.at_level(logging.WARNING):
+        rows = [{"text": "2 + 2"}, {"text": ""}, {"text": f"a{tokenizer.eos_token}"}, {"text": 3}]
+        data = SFTDataset(rows, tokenizer, PLAIN)
+    assert [row.input_ids for row in data] == [
+        [*tokenizer("2 + 2", add_special_tokens=False)["input_ids"], end],
+        [*tokenizer("a", add_special_tokens=False)["input_ids"], end],
+    ]
+    assert [sum(row.loss_mask) for row in data] == [6, 2]
+    assert "the text is int, wanted a string" in caplog.text and "empty" in caplog.text
+    pair = {"text": "no", "prompt": "a", "response": "b"}
+    assert tokenizer.decode(SFTDataset([pair], tokenizer, SFTDataConfig())[0].input_ids).startswith("ab")
+    assert tokenizer.decode(SFTDataset([pair], tokenizer, PLAIN)[0].input_ids).startswith("no")
+    with pytest.raises(DataError, match=r"no column text; its columns: content; data\.text_key names"):
+        SFTDataset([{"content": "b"}], tokenizer, PLAIN)
+
+
+def test_plain_text_has_the_first_token_of_its_tokenizer_which_is_not_learned(
+    characters_without_template: PreTrainedTokenizerFast,
+) -> None:
+    tokenizer = deepcopy(characters_without_template)
+    tokenizer.bos_token = "b"
+    first = tokenizer.bos_token_id
+    post = TemplateProcessing(single="b $A", special_tokens=[("b", first)])
+    tokenizer.backend_tokenizer.post_processor = post
+    row = SFTDataset([{"text": "a"}], tokenizer, PLAIN)[0]
+    assert (row.input_ids[0], row.loss_mask) == (first, [0, 1, 1])
 
 
 def test_wrapped_prompts_have_their_answers(characters: PreTrainedTokenizerFast) -> None:

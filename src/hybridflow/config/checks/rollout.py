@@ -26,11 +26,12 @@ from hybridflow.config.trainer import EXACT_SCHEDULES
 ROLLOUT = "actor_rollout_ref.rollout"
 SET_BY_US = {
     "vllm": (
-        *("model", "seed", "tensor_parallel_size", "generation_config", "logprobs_mode"),
+        *("model", "seed", "tensor_parallel_size", "enable_expert_parallel", "logprobs_mode"),
         *("worker_extension_cls", "enable_sleep_mode", "enable_lora", "max_loras", "max_lora_rank"),
+        "generation_config",
     ),
     "sglang": (
-        *("model_path", "random_seed", "tp_size", "dp_size", "pp_size", "host", "port"),
+        *("model_path", "random_seed", "tp_size", "ep_size", "dp_size", "pp_size", "host", "port"),
         *("enable_memory_saver", "enable_weights_cpu_backup", "custom_weight_loader"),
         *("incremental_streaming_output", "sampling_backend", "sampling_defaults", "speculative_algorithm"),
     ),
@@ -74,6 +75,14 @@ def context_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
 def server_problems(config: PPOConfig) -> Iterator[str]:
     """Yield one line for each problem of an engine that holds its own weights."""
     rollout = config.actor_rollout_ref.rollout
+    experts = rollout.expert_parallel_size
+    allowed = {1, rollout.tensor_model_parallel_size} if rollout.name in WITH_WEIGHTS else {1}
+    if experts not in allowed:
+        yield (
+            f"{ROLLOUT}.expert_parallel_size={experts} with {ROLLOUT}.name={rollout.name} and "
+            f"tensor_model_parallel_size={rollout.tensor_model_parallel_size}: set it to "
+            f"{' or '.join(map(str, sorted(allowed)))}"
+        )
     if rollout.name not in WITH_WEIGHTS:
         return
     server = rollout.server

@@ -152,6 +152,7 @@ def server_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
         "chunked_prefill_size": config.max_num_batched_tokens if config.enable_chunked_prefill else -1,
         "mem_fraction_static": config.gpu_memory_utilization,
         "tp_size": config.tensor_model_parallel_size,
+        "ep_size": config.expert_parallel_size,
         "disable_cuda_graph": on_cpu if config.enforce_eager is None else config.enforce_eager,
         "disable_radix_cache": not config.enable_prefix_caching,
         "enable_memory_saver": config.free_cache_engine and not on_cpu,

@@ -53,6 +53,7 @@ def engine_arguments(config: RolloutConfig, model: ModelFacts) -> dict[str, Any]
         ),
         "gpu_memory_utilization": config.gpu_memory_utilization,
         "tensor_parallel_size": config.tensor_model_parallel_size,
+        "enable_expert_parallel": config.expert_parallel_size > 1,
         "enforce_eager": on_cpu if config.enforce_eager is None else config.enforce_eager,
         # on CPU a seeded request whose prompt is cut would end vLLM's worker: it turns the generator back,
         # which none of the CPU can

@@ -19,6 +19,7 @@ _HF = "unit/rollout/test_hf_engine.py"
 _SESSION = "unit/rollout/test_native_session.py"
 _DRAFTS = "unit/rollout/test_native_drafts.py"
 _SGLANG = "with_sglang/test_sglang_engines.py"
+_SGLANG_OF_TWO = "with_sglang/test_sglang_training.py::test_rollout_and_training_agree_in_each_step"
 _VLLM_OF_TWO = "with_vllm/test_vllm_training.py::test_two_ranks_have_one_vllm_of_two_workers"
 _OPENAI = "unit/rollout/test_openai_engine.py"
 
@@ -77,6 +78,8 @@ ELSEWHERE: Mapping[str, Mapping[str, str]] = {
         "cpu": SHOWN_BY["greedy_parity"],
     },
     "sglang": {
+        "tensor_parallel": _SGLANG_OF_TWO,
+        "sharded_training": _SGLANG_OF_TWO,
         "dies": f"{_SGLANG}::test_a_killed_server_is_named_and_finished_rows_are_kept",
         "cpu": SHOWN_BY["greedy_parity"],
     },

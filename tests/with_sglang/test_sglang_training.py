@@ -13,8 +13,13 @@ import pytest
 from hybridflow.models.tiny import create_tiny_model
 
 
+TOGETHER = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
+"""Two processes train, and share one SGLang of two workers."""
+
+
 @pytest.mark.timeout(900)
-def test_rollout_and_training_agree_in_each_step(tmp_path: Path) -> None:
+@pytest.mark.parametrize("more", [(), TOGETHER], ids=["one", "two ranks"])
+def test_rollout_and_training_agree_in_each_step(tmp_path: Path, more: tuple[str, ...]) -> None:
     model = create_tiny_model(tmp_path / "model", seed=0)
     overrides = [
         f"actor_rollout_ref.model.path={model}",
@@ -31,6 +36,7 @@ def test_rollout_and_training_agree_in_each_step(tmp_path: Path) -> None:
         "trainer.test_freq=-1",
         "trainer.save_freq=-1",
         "trainer.logger=[jsonl]",
+        *more,
     ]
     command = [sys.executable, "-m", "hybridflow.cli.main", "train", "--recipe", "tiny/grpo", *overrides]
     done = subprocess.run(

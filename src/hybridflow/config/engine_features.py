@@ -145,8 +145,8 @@ TABLE: Mapping[str, Mapping[str, Cell]] = {
     ),
     "sglang": _column(
         shared_weights=no("it has weights of its own, which are pushed before each step"),
-        sharded_training=unshown("whole tensors are pushed; shown for a replica of the native engine only"),
-        tensor_parallel=unshown("SGLang's own, over the replica's devices; needs several GPUs"),
+        sharded_training=yes("whole tensors are pushed"),
+        tensor_parallel=yes("SGLang's own, over the replica's devices; shown by its Python engine"),
         lora=unshown("adapters are pushed folded into their weights"),
         quantization=unshown("SGLang's own; needs a GPU"),
         routes=no(

@@ -26,6 +26,7 @@ from yaml import YAMLError
 
 from hybridflow.config.own_code import call_fault, defined_as
 from hybridflow.config.source_code import Definition, define, definition_of, shown
+from hybridflow.data.verl_names import find_verl_here
 from hybridflow.errors import ConfigError, HybridFlowError
 
 logger = logging.getLogger(__name__)
@@ -113,6 +114,7 @@ def load_module(location: str, *, key: str) -> ModuleType:
     Raises ConfigError if it does not exist or raises while it is imported.
     """
     check_location(location, key=key)
+    find_verl_here()
     if location.endswith(".py"):
         return _load_file(Path(location).expanduser(), key)
     try:

@@ -197,6 +197,10 @@ def start_server(
     environment = {**os.environ, **(visible or {}), **ENVIRONMENT}
     if arguments.get("device") == "cpu":
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
+        ranks = int(arguments["tp_size"])
+        if ranks > 1:  # else SGLang wants a NUMA node for each
+            every = f"0-{(os.cpu_count() or 1) - 1}"
+            environment.setdefault("SGLANG_CPU_OMP_THREADS_BIND", "|".join([every] * ranks))
     return ServerProcess.start(command, environment, engine="sglang", timeout=timeout)
 
 

@@ -148,7 +148,8 @@ def _why_none(search: PlacementSearch, options: argparse.Namespace) -> str:
         return (
             f"a replica that generates has at most {many} × {name} here, which cannot hold the "
             f"{shape.parameters * search.costs.itemsize / GIB:.0f} GiB of {shape.name} and generate: take "
-            "devices with more memory, or start larger servers yourself and give their addresses "
+            "devices with more memory, actor_rollout_ref.rollout.name=vllm (whose replicas cut experts too), "
+            "or start larger servers yourself and give their addresses "
             "(actor_rollout_ref.rollout.server.address), which is not planned for"
         )
     enough = enough_devices(job, search.costs)

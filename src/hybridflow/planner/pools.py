@@ -14,6 +14,7 @@ from functools import cache
 from typing import NamedTuple
 
 from hybridflow.config import PPOConfig
+from hybridflow.config.checks.rollout import WITH_WEIGHTS
 from hybridflow.config.explain import generation_batch
 from hybridflow.config.layout import engine_keys
 from hybridflow.config.model import FSDPConfig, ModelConfig
@@ -140,11 +141,15 @@ class PoolPlanner:
     def generates_by(self, tensor: int) -> bool:
         """Return whether `tensor` devices can be one replica of the rollout.
 
-        The native engine cuts dense models. Another one is started on each device, or by the user.
+        The native engine cuts dense models; vLLM and SGLang cut experts too, and hold a head of keys and
+        values on several devices where there are more devices than heads.
         """
         shape = self.job.shapes["actor"]
-        native = self.job.config.actor_rollout_ref.rollout.name == "native"
-        return tensor == 1 or (native and not shape.experts and shape.cuts(tensor))
+        if tensor == 1:
+            return True
+        if self.job.config.actor_rollout_ref.rollout.name in WITH_WEIGHTS:
+            return shape.kv_heads % tensor == 0 or tensor % shape.kv_heads == 0
+        return not shape.experts and shape.cuts(tensor)
 
     def fewest(self, roles: tuple[str, ...]) -> int | None:
         """Return the fewest devices in whose memory the roles fit; None where none are enough."""

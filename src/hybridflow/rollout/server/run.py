@@ -120,7 +120,7 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, service: Service, *, token: str | None, grace_s: int = 30) -> None:
         app = build_app(service, token=token)
         # what is left of the grace is for closing the engines
-        super().__init__(_server_config(app, max(grace_s - round(CLOSE_S), (grace_s + 1) // 2)))
+        super().__init__(server_config(app, max(grace_s - round(CLOSE_S), (grace_s + 1) // 2)))
         self._service = service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -138,7 +138,7 @@ class LoopServer(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, host: str, port: int) -> None:
         _raise_file_limit()
-        super().__init__(_server_config(app, grace_s=1))
+        super().__init__(server_config(app, grace_s=1))
         bound = listen(host, port)
         told = socket.gethostname() if host in WILDCARDS else host
         if ":" in told:
@@ -168,7 +168,8 @@ class LoopServer(uvicorn.Server):
             raise
 
 
-def _server_config(app: ASGIApp, grace_s: int) -> uvicorn.Config:
+def server_config(app: ASGIApp, grace_s: int) -> uvicorn.Config:
+    """Return uvicorn's settings; running requests have `grace_s` seconds at the end."""
     return uvicorn.Config(
         app,
         log_config=None,

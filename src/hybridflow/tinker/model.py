@@ -165,7 +165,7 @@ class SharedBase:
             loss.backward()
         shapes = [row.inputs[TARGETS].shape for row in rows]
         parts = found.detach().split([shape.numel() for shape in shapes])
-        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)], float(loss)
+        return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)], float(loss.detach())
 
     def _passes(self, rows: Sequence[Datum]) -> Iterator[list[Datum]]:
         """Cut rows into passes of at most `pass_tokens` tokens, in their order."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
 
 import uvicorn
 
@@ -55,9 +56,18 @@ def build(settings: TinkerSettings) -> TinkerService:
     return TinkerService(base, store, settings.name, settings.model, max_runs=settings.max_runs)
 
 
+class EndingServer(uvicorn.Server):
+    """Server whose end by a signal is the end of its loop, and no signal once more."""
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """End when running requests are answered; a second signal ends at once."""
+        self.force_exit = self.should_exit
+        self.should_exit = True
+
+
 def serve(service: TinkerService, bound: socket.socket, key: str | None) -> None:
     """Serve until SIGINT or SIGTERM; then answer what is done within a few seconds, and end."""
     try:
-        uvicorn.Server(server_config(build_tinker_app(service, key=key), GRACE_S)).run([bound])
+        EndingServer(server_config(build_tinker_app(service, key=key), GRACE_S)).run([bound])
     finally:
         service.close()

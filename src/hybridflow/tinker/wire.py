@@ -137,7 +137,7 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
         return ForwardBackward(
             _text(fields, 1), _number(fields, 2), _text(fields, 4), config, data, bool(_number(fields, 6))
         )
-    except (UnicodeDecodeError, RuntimeError, ValueError) as error:
+    except (RuntimeError, ValueError) as error:
         raise WireError(f"the body is no request for forward_backward: {error}") from error
 
 
@@ -175,14 +175,15 @@ def _tensor(fields: Fields) -> Tensor:
             f"a sparse tensor of the shape {shape}: two sizes of at most {MAX_CELLS} numbers are wanted"
         )
     sparse = read_fields(_bytes(fields, 2))
-    listed, rows, columns = (_bytes(sparse, number) for number in (1, 2, 3))
-    return torch.sparse_csr_tensor(
-        torch.from_numpy(np.frombuffer(rows, np.int64).copy()),
-        torch.from_numpy(np.frombuffer(columns, np.int64).copy()),
-        torch.from_numpy(np.frombuffer(listed, dtype).astype(wide)),
-        shape,
-        check_invariants=True,
-    ).to_dense()
+    starts, columns = (np.frombuffer(_bytes(sparse, number), "<i8") for number in (2, 3))
+    counts = np.diff(starts)
+    if len(counts) != shape[0] or starts[0] != 0 or starts[-1] != len(columns) or (counts < 0).any():
+        raise WireError(f"a sparse tensor of {shape[0]} rows whose row pointers are {starts[:9].tolist()}")
+    if ((columns < 0) | (columns >= shape[1])).any():
+        raise WireError(f"a sparse tensor of {shape[1]} columns lists others")
+    dense = np.zeros(shape, wide)
+    dense[np.repeat(np.arange(shape[0]), counts), columns] = np.frombuffer(_bytes(sparse, 1), dtype)
+    return torch.from_numpy(dense)
 
 
 def number_field(number: int, value: int) -> bytes:

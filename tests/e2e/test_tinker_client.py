@@ -1,4 +1,4 @@
-"""`hybridflow tinker` as a process: killed and begun anew, and with Tinker's own client where that is installed."""
+"""`hybridflow tinker` as a process: killed and begun anew, and asked by Tinker's client if it is here."""
 
 from __future__ import annotations
 

@@ -25,11 +25,10 @@ from hybridflow.rollout.server.app import Gate, answer_error
 from hybridflow.rollout.server.errors import ApiError
 from hybridflow.rollout.server.schema import StrictBody
 from hybridflow.rollout.server.service import ServerCounts
-from hybridflow.tinker.losses import Refused
 from hybridflow.tinker.model import AdamStep, LoraSpec, Sampling, Trained
-from hybridflow.tinker.service import Answer, Run, TinkerService, Unknown
+from hybridflow.tinker.service import AdapterRun, Answer, TinkerService
 from hybridflow.tinker.store import SAMPLER, WEIGHTS, Facts
-from hybridflow.tinker.wire import WireError, read_forward_backward, write_outputs
+from hybridflow.tinker.wire import Refusal, read_forward_backward, write_outputs
 
 POLL_S = 20.0
 """Seconds that a client waits for an answer before it asks again."""
@@ -139,7 +138,7 @@ class PromptBody(StrictBody):
     chunks: list[ChunkBody]
 
 
-class SamplingBody(StrictBody):
+class ParamsBody(StrictBody):
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=0)
     stop: str | list[str] | Ids | None = None
@@ -151,7 +150,7 @@ class SamplingBody(StrictBody):
 class SampleBody(Body):
     num_samples: int = Field(1, ge=1, le=4096)
     prompt: PromptBody
-    sampling_params: SamplingBody
+    sampling_params: ParamsBody
     base_model: str | None = None
     model_path: str | None = None
     sampling_session_id: str | None = None
@@ -187,27 +186,16 @@ def build_tinker_app(service: TinkerService, *, key: str | None) -> FastAPI:
     async def other(path: str) -> Response:
         raise ApiError(404, f"{PREFIX}/{path} is not served: docs/tinker.md lists what is")
 
-    for kind in (
-        RequestValidationError,
-        ValidationError,
-        HTTPException,
-        HybridFlowError,
-        Refused,
-        Unknown,
-        WireError,
-        Exception,
-    ):
+    for kind in (ApiError, RequestValidationError, ValidationError, HTTPException, HybridFlowError, Refusal):
         app.add_exception_handler(kind, _told)
-    app.add_exception_handler(ApiError, answer_error)
+    app.add_exception_handler(Exception, answer_error)
     app.add_middleware(Gate, token=key, max_body_bytes=MAX_BODY, metrics=ServerCounts(service.name), paths=())
     return app
 
 
 async def _told(request: Request, error: Exception) -> Response:
-    if isinstance(error, Unknown):
-        error = ApiError(404, str(error))
-    elif isinstance(error, (Refused, WireError, HybridFlowError)):
-        error = ApiError(400, str(error))
+    if isinstance(error, (Refusal, HybridFlowError)):
+        error = ApiError(getattr(error, "status", 400), str(error))
     return await answer_error(request, error)
 
 
@@ -297,7 +285,7 @@ def _add_training(app: FastAPI, service: TinkerService) -> None:
         if body.model_id is None or body.seq_id is None:
             raise ApiError(400, "load_weights: send model_id and seq_id, or session_id and model_seq_id")
 
-        def work(run: Run, trained: Trained) -> Answer:
+        def work(run: AdapterRun, trained: Trained) -> Answer:
             run.trained = service.read(*source)
             run.facts["rank"] = run.trained.adapter.rank
             return {"type": "load_weights", "path": body.path, "model_id": body.model_id}
@@ -325,7 +313,7 @@ def _add_training(app: FastAPI, service: TinkerService) -> None:
     async def forward_backward(request: Request) -> Facts:
         asked = await asyncio.to_thread(read_forward_backward, await request.body())
 
-        def work(run: Run, trained: Trained) -> Answer:
+        def work(run: AdapterRun, trained: Trained) -> Answer:
             log_probs, loss = service.base.forward(trained, asked)
             return write_outputs(log_probs, {"loss:sum": loss})
 
@@ -333,7 +321,7 @@ def _add_training(app: FastAPI, service: TinkerService) -> None:
 
     @app.post(PREFIX + "/optim_step")
     async def optim_step(body: StepBody) -> Facts:
-        def work(run: Run, trained: Trained) -> Answer:
+        def work(run: AdapterRun, trained: Trained) -> Answer:
             norm = service.base.step(trained, AdamStep(**body.adam_params.model_dump()))
             return {"metrics": {"grad_norm": norm}}
 
@@ -341,7 +329,7 @@ def _add_training(app: FastAPI, service: TinkerService) -> None:
 
     @app.post(PREFIX + "/save_weights")
     async def save_weights(body: SaveBody) -> Facts:
-        def work(run: Run, trained: Trained) -> Answer:
+        def work(run: AdapterRun, trained: Trained) -> Answer:
             name = body.path or f"state-{body.seq_id}"
             path = service.save(run, trained, body.seq_id, WEIGHTS, name, body)
             return {"type": "save_weights", "path": path}
@@ -350,7 +338,7 @@ def _add_training(app: FastAPI, service: TinkerService) -> None:
 
     @app.post(PREFIX + "/save_weights_for_sampler")
     async def save_for_sampler(body: SaveForSamplerBody) -> Facts:
-        def work(run: Run, trained: Trained) -> Answer:
+        def work(run: AdapterRun, trained: Trained) -> Answer:
             path = service.save(run, trained, body.seq_id, SAMPLER, body.path, body)
             answer: Facts = {"type": "save_weights_for_sampler", "path": path}
             if body.sampling_session_seq_id is not None:
@@ -396,12 +384,12 @@ def _add_sampling(app: FastAPI, service: TinkerService) -> None:
 
 
 def _sampling(service: TinkerService, body: SampleBody, prompt: tuple[int, ...]) -> Sampling:
-    """Return what is to be generated; Refused or RolloutError for values that cannot be."""
+    """Return what is to be generated; Refusal or RolloutError for values that cannot be."""
     params = body.sampling_params
     most = params.max_tokens
     if most is None:
         if service.base.positions is None:
-            raise Refused("sampling_params: give max_tokens, because the model has no number of positions")
+            raise Refusal("sampling_params: give max_tokens, because the model has no number of positions")
         most = max(1, service.base.positions - len(prompt))
     service.base.check_tokens("prompt", torch.tensor(prompt, dtype=torch.int64), most)
     stop = [params.stop] if isinstance(params.stop, str) else params.stop

@@ -23,16 +23,12 @@ from hybridflow.algorithms.policy_losses.cispo import cispo
 from hybridflow.algorithms.policy_losses.dro import dro
 from hybridflow.algorithms.policy_losses.gspo import gspo
 from hybridflow.algorithms.policy_losses.vanilla import vanilla
-from hybridflow.tinker.wire import Datum
+from hybridflow.tinker.wire import Datum, Refusal
 
 TARGETS = "target_tokens"
 RATIO_MASK = "sequence_ratio_mask"
 NOT_READ = frozenset({"weights"})
 """Inputs that a client may send beside those of a policy loss; advantages of 0 leave tokens out."""
-
-
-class Refused(ValueError):
-    """A request that cannot be served as it is: the reason is for its sender."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +48,7 @@ def _bounds(config: Mapping[str, float]) -> dict[str, float]:
     """Return the distances from 1 of Tinker's thresholds, which are ratios themselves."""
     low, high = config["clip_low_threshold"], config["clip_high_threshold"]
     if not 0 <= low <= 1 <= high:
-        raise Refused(
+        raise Refusal(
             f"loss_fn_config: clip_low_threshold={low:g} and clip_high_threshold={high:g} are ratios: wanted "
             "0 <= low <= 1 <= high, for example 0.8 and 1.2"
         )
@@ -79,46 +75,46 @@ LOSSES = ("cross_entropy", *POLICY_LOSSES)
 
 
 def check_inputs(name: str, config: Mapping[str, float | str], rows: Sequence[Datum]) -> None:
-    """Raise Refused where a loss is not served or rows lack what it reads, before anything is computed."""
+    """Raise Refusal where a loss is not served or rows lack what it reads, before anything is computed."""
     if name not in LOSSES:
-        raise Refused(f"loss_fn={name!r} is not served here: choose from {', '.join(LOSSES)}")
+        raise Refusal(f"loss_fn={name!r} is not served here: choose from {', '.join(LOSSES)}")
     loss = POLICY_LOSSES.get(name)
     known = set() if loss is None else set(loss.config)
     odd = sorted(key for key, value in config.items() if key not in known or isinstance(value, str))
     if odd:
-        raise Refused(
+        raise Refusal(
             f"loss_fn_config has {odd[0]!r}={config[odd[0]]!r}: {name} reads numbers of "
             f"{', '.join(sorted(known)) or 'no keys'}"
         )
     if loss is not None:
         _settings(loss, config)
     if not rows:
-        raise Refused("data is empty: send at least one row")
+        raise Refusal("data is empty: send at least one row")
     wanted = {TARGETS, *(("weights",) if loss is None else loss.inputs)}
     for place, row in enumerate(rows):
         found = set(row.inputs)
         if not wanted <= found <= wanted | NOT_READ:
-            raise Refused(
+            raise Refusal(
                 f"data[{place}].loss_fn_inputs has {', '.join(sorted(found)) or 'nothing'}: {name} wants "
                 f"{', '.join(sorted(wanted))}"
             )
         shape = list(row.inputs[TARGETS].shape)
         if shape[:1] != [len(row.tokens)] or len(shape) > 1 + (loss is None) or 0 in shape:
-            raise Refused(
+            raise Refusal(
                 f"data[{place}]: target_tokens has the shape {shape} for {len(row.tokens)} tokens of "
                 f"model_input, wanted [N]{' or [N, K]' if loss is None else ''}"
             )
         for key in wanted - {TARGETS}:
             value = row.inputs[key]
             if list(value.shape) != shape or not bool(value.isfinite().all()):
-                raise Refused(
+                raise Refusal(
                     f"data[{place}]: {key} has the shape {list(value.shape)}, wanted {shape} like "
                     "target_tokens, of finite numbers"
                 )
         if row.inputs[TARGETS].is_floating_point():
-            raise Refused(f"data[{place}]: target_tokens are float32, wanted int64")
+            raise Refusal(f"data[{place}]: target_tokens are float32, wanted int64")
         if RATIO_MASK in wanted and bool(row.inputs["advantages"][row.inputs[RATIO_MASK] == 0].any()):
-            raise Refused(f"data[{place}]: wanted advantages of 0 where {RATIO_MASK} is 0")
+            raise Refusal(f"data[{place}]: wanted advantages of 0 where {RATIO_MASK} is 0")
 
 
 def _settings(loss: TinkerLoss, config: Mapping[str, float | str]) -> dict[str, float]:

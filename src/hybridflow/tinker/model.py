@@ -32,8 +32,8 @@ from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.randomness import derive_seed
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
 from hybridflow.rollout.native.engine import NativeEngine
-from hybridflow.tinker.losses import TARGETS, Refused, check_inputs, loss_of
-from hybridflow.tinker.wire import Datum, ForwardBackward
+from hybridflow.tinker.losses import TARGETS, check_inputs, loss_of
+from hybridflow.tinker.wire import Datum, ForwardBackward, Refusal
 
 ALPHA = 32
 """Numerator of an adapter's factor alpha / rank, whatever its rank: Tinker's."""
@@ -65,9 +65,9 @@ class AdamStep:
     def __post_init__(self) -> None:
         values = vars(self)
         if not all(math.isfinite(value) and value >= 0 for value in values.values()):
-            raise Refused(f"adam_params: {values}: wanted finite numbers of at least 0")
+            raise Refusal(f"adam_params: {values}: wanted finite numbers of at least 0")
         if self.beta1 >= 1 or self.beta2 >= 1:
-            raise Refused(f"adam_params: beta1={self.beta1:g} and beta2={self.beta2:g}: wanted below 1")
+            raise Refusal(f"adam_params: beta1={self.beta1:g} and beta2={self.beta2:g}: wanted below 1")
 
 
 @dataclass
@@ -136,7 +136,7 @@ class SharedBase:
 
     def forward(self, run: Trained, request: ForwardBackward) -> tuple[list[Tensor], float]:
         """Return the log-probs of each row's targets, nats, in their shape, and the loss of all rows; add the
-        gradients to the run's unless `forward_only`. Refused for rows that cannot be read.
+        gradients to the run's unless `forward_only`. Refusal for rows that cannot be read.
         """
         check_inputs(request.loss_fn, request.loss_fn_config, request.data)
         for place, row in enumerate(request.data):
@@ -182,34 +182,34 @@ class SharedBase:
         yield part
 
     def check_tokens(self, what: str, tokens: Tensor, room: int = 0) -> None:
-        """Raise Refused for no tokens, tokens out of the vocabulary, or more than the model has positions for
+        """Raise Refusal for no tokens, tokens out of the vocabulary, or more than the model has positions for
         with `room` further ones.
         """
         if not len(tokens):
-            raise Refused(f"{what} is empty: send at least one token")
+            raise Refusal(f"{what} is empty: send at least one token")
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high >= self.vocabulary:
-            raise Refused(
+            raise Refusal(
                 f"{what} has token ids from {low} to {high}, and the model's are 0..{self.vocabulary - 1}"
             )
         if what.endswith("target_tokens"):  # several may stand at one place
             return
         if self.positions is not None and len(tokens) + room > self.positions:
-            raise Refused(
+            raise Refusal(
                 f"{what} has {len(tokens)} tokens, and {room} more are wanted: the model has "
                 f"{self.positions} positions"
             )
 
     def step(self, run: Trained, adam: AdamStep) -> float:
         """Take one AdamW step with the gradients since the last one, drop them, and return their norm before
-        clipping. Refused, with nothing changed, where there are none or they are not finite.
+        clipping. Refusal, with nothing changed, where there are none or they are not finite.
         """
         if run.optimizer.num_gradients == 0:
-            raise Refused("optim_step: there are no gradients: call forward_backward before it")
+            raise Refusal("optim_step: there are no gradients: call forward_backward before it")
         norm = float(run.optimizer.gradient_norm())
         if not math.isfinite(norm):
             run.optimizer.zero_grad()
-            raise Refused(
+            raise Refusal(
                 f"optim_step: the norm of the gradients is {norm}: they are dropped, no weight changed"
             )
         if 0 < adam.grad_clip_norm < norm:
@@ -238,7 +238,7 @@ class SharedBase:
         run = self._trained(self.slots.read(folder, trains=True))
         if optimizer:
             if not (folder / OPTIMIZER).is_file():
-                raise Refused("this checkpoint has no optimizer state: it was saved for sampling")
+                raise Refusal("this checkpoint has no optimizer state: it was saved for sampling")
             state: dict[str, dict[str, Any]] = {}
             for name, value in load_file(folder / OPTIMIZER).items():
                 parameter, _, key = name.rpartition("/")
@@ -254,11 +254,14 @@ class SharedBase:
         self.slots.use(adapter)
         self.engine.set_version(version)
         running: dict[int, tuple[Sampling, int]] = {}
+        taken: list[Sampling] = []
         session = self.engine.open()
         try:
             while True:
                 outputs: list[GenerationOutput] = []
-                for asked in take():
+                new = list(take())
+                taken += new
+                for asked in new:
                     requests = self._requests(asked)
                     running.update({each.request_id: (asked, place) for place, each in enumerate(requests)})
                     asked.prompt_log_probs = self._score(asked)
@@ -267,7 +270,7 @@ class SharedBase:
                     return
                 _deliver(running, [*outputs, *(session.step() if not session.idle else ())])
         except Exception as error:
-            for asked in {id(asked): asked for asked, _ in running.values()}.values():
+            for asked in taken:  # those that are done stay as they are
                 asked.finish(asked, f"the engine failed: {type(error).__name__}: {error}")
             raise
         finally:

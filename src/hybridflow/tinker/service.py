@@ -21,10 +21,9 @@ from typing import Any
 
 from hybridflow.errors import HybridFlowError
 from hybridflow.models.adapters.slots import Adapter
-from hybridflow.tinker.losses import Refused
 from hybridflow.tinker.model import LoraSpec, Sampling, SharedBase, Trained
 from hybridflow.tinker.store import SAMPLER, WEIGHTS, Facts, Store, expiry, now
-from hybridflow.tinker.wire import write_samples
+from hybridflow.tinker.wire import Refusal, write_samples
 
 logger = logging.getLogger(__name__)
 Answer = dict[str, Any] | bytes
@@ -41,19 +40,21 @@ KEPT_UNNAMED = 16
 """Sampler weights without a name that a run has on disk."""
 
 
-class Unknown(Exception):
+class Unknown(Refusal):
     """A name that is none of this server's."""
+
+    status = 404
 
 
 @dataclass
-class Run:
+class AdapterRun:
     """A training run."""
 
     facts: Facts
     """What its file has."""
     next_seq: int = 0
     """Number of the request that is done next."""
-    waiting: dict[int, tuple[Job, float]] = field(default_factory=dict)
+    waiting: dict[int, tuple[QueuedRequest, float]] = field(default_factory=dict)
     """Requests that came before one of a lower number, and when."""
     trained: Trained | None = None
     """Its weights; None before they are made, read or once they were dropped."""
@@ -62,7 +63,7 @@ class Run:
 
 
 @dataclass
-class Job:
+class QueuedRequest:
     """One thing to compute."""
 
     request_id: str
@@ -88,8 +89,8 @@ class TinkerService:
         self.samplers: Facts = known["samplers"]
         self.runs = {facts["model_id"]: self._resumed(facts) for facts in runs}
         self._heard: dict[str, float] = {}
-        self._jobs: OrderedDict[str, Job] = OrderedDict()
-        self._queue: deque[Job] = deque()
+        self._jobs: OrderedDict[str, QueuedRequest] = OrderedDict()
+        self._queue: deque[QueuedRequest] = deque()
         self._changed = threading.Condition()
         self._closing = False
         self._loaded: OrderedDict[str, tuple[Adapter, int]] = OrderedDict()
@@ -97,13 +98,13 @@ class TinkerService:
         self._thread = threading.Thread(target=self._serve, name="tinker-model", daemon=True)
         self._thread.start()
 
-    def _resumed(self, facts: Facts) -> Run:
+    def _resumed(self, facts: Facts) -> AdapterRun:
         saved = facts.get("saved")
         if saved is None:
-            return Run(
+            return AdapterRun(
                 facts, ended="the server began anew, and nothing of this run was saved with save_state"
             )
-        return Run(facts, next_seq=saved["seq"] + 1)
+        return AdapterRun(facts, next_seq=saved["seq"] + 1)
 
     def close(self, seconds: float = 10.0) -> None:
         """End the thread after what it does now, and let another server have the folder."""
@@ -118,8 +119,7 @@ class TinkerService:
     def create_session(self, facts: Facts) -> str:
         """Make a session and return its name."""
         session = secrets.token_hex(8)
-        self.sessions[session] = {**facts, "created": now()}
-        self._note_sessions()
+        self._note(self.sessions, session, {**facts, "created": now()})
         return session
 
     def hear(self, session: str) -> None:
@@ -146,8 +146,7 @@ class TinkerService:
         if address is not None:
             self.store.find(address)
         sampler = f"{session}:sample:{number}"
-        self.samplers[sampler] = {"model_path": address}
-        self._note_sessions()
+        self._note(self.samplers, sampler, {"model_path": address})
         return sampler
 
     def sampler(self, name: str) -> Facts:
@@ -166,7 +165,7 @@ class TinkerService:
             "training_run_ids": [
                 name for name, run in self.runs.items() if run.facts["session_id"] == session
             ],
-            "sampler_ids": [name for name in self.samplers if name.startswith(f"{session}:")],
+            "sampler_ids": [name for name in list(self.samplers) if name.startswith(f"{session}:")],
             "user_metadata": facts["user_metadata"],
             "display_name": facts["display_name"],
         }
@@ -190,17 +189,19 @@ class TinkerService:
             "user_metadata": facts["user_metadata"],
         }
 
-    def _note_sessions(self) -> None:
-        self.store.write_sessions({"sessions": self.sessions, "samplers": self.samplers})
+    def _note(self, table: Facts, name: str, facts: Facts) -> None:
+        with self._changed:  # both threads make samplers
+            table[name] = facts
+            self.store.write_sessions({"sessions": self.sessions, "samplers": self.samplers})
 
     def check_name(self, name: str | None) -> None:
-        """Raise Refused for a base model that is not the served one."""
+        """Raise Refusal for a base model that is not the served one."""
         if name not in (self.name, self.folder):
-            raise Refused(f"base_model={name!r} is not served here, only {self.name!r}")
+            raise Refusal(f"base_model={name!r} is not served here, only {self.name!r}")
 
     # training runs
 
-    def run_of(self, model_id: str) -> Run:
+    def run_of(self, model_id: str) -> AdapterRun:
         """Return a run by its name; Unknown where there is none, or it has ended."""
         run = self.runs.get(model_id)
         if run is None:
@@ -234,7 +235,7 @@ class TinkerService:
             assert spec is not None, "a run without a source has a spec"
             self._make_place()
             facts = {"model_id": model_id, "session_id": session, "created": now(), "user_metadata": metadata}
-            run = Run({**facts, **vars(spec)})
+            run = AdapterRun({**facts, **vars(spec)})
 
             def begin() -> Answer:
                 try:
@@ -251,13 +252,13 @@ class TinkerService:
         return f"{model_id}:0"
 
     def _make_place(self) -> None:
-        """Drop the run whose session is silent longest where there are `max_runs`; Refused where none is."""
+        """Drop the run whose session is silent longest where there are `max_runs`; Refusal where none is."""
         live = [run for run in self.runs.values() if run.ended is None]
         if len(live) < self.max_runs:
             return
         oldest = min(live, key=lambda run: self._heard.get(run.facts["session_id"], 0.0))
         if time.monotonic() - self._heard.get(oldest.facts["session_id"], 0.0) < SILENT_S:
-            raise Refused(
+            raise Refusal(
                 f"{len(live)} training runs are in memory (--max-runs): end a session first "
                 "(ServiceClient.close)"
             )
@@ -265,35 +266,32 @@ class TinkerService:
         oldest.trained = None
 
     def read(self, address: str, optimizer: bool) -> Trained:
-        """Return a run's weights from a checkpoint, in the model's thread; Refused where there is none."""
+        """Return a run's weights from a checkpoint, in the model's thread; Refusal where there is none."""
         return self.base.read(
             self.store.find(address, (WEIGHTS,) if optimizer else (WEIGHTS, SAMPLER)), optimizer=optimizer
         )
 
-    def submit(self, model_id: str, seq: int, work: Callable[[Run, Trained], Answer]) -> str:
+    def submit(self, model_id: str, seq: int, work: Callable[[AdapterRun, Trained], Answer]) -> str:
         """Queue the request `seq` of a run and return its id; Unknown where the run cannot go on."""
         run = self.run_of(model_id)
 
         def done() -> Answer:
             if run.trained is None:
                 if run.ended is not None:
-                    raise Refused(f"the training run {model_id} cannot go on: {run.ended}")
+                    raise Refusal(f"the training run {model_id} cannot go on: {run.ended}")
                 run.trained = self.read(run.facts["saved"]["path"], True)
             return work(run, run.trained)
 
         return self._submit(run, seq, done)
 
-    def _submit(self, run: Run, seq: int, work: Callable[[], Answer]) -> str:
-        job = Job(f"{run.facts['model_id']}:{seq}", work)
+    def _submit(self, run: AdapterRun, seq: int, work: Callable[[], Answer]) -> str:
+        job = QueuedRequest(f"{run.facts['model_id']}:{seq}", work)
         with self._changed:
             if job.request_id in self._jobs:  # the client did not hear the first answer
                 return job.request_id
             self._keep(job)
             if seq < run.next_seq:
-                self._fail(
-                    job,
-                    f"the answer to request {seq} is no longer kept, or was lost when the server began anew",
-                )
+                self._fail(job, f"the answer to request {seq} is no longer kept, or the server began anew")
                 return job.request_id
             run.waiting[seq] = (job, time.monotonic())
             while run.next_seq in run.waiting:
@@ -302,7 +300,9 @@ class TinkerService:
             self._changed.notify()
         return job.request_id
 
-    def save(self, run: Run, trained: Trained, seq: int, kind: str, name: str | None, body: Any) -> str:
+    def save(
+        self, run: AdapterRun, trained: Trained, seq: int, kind: str, name: str | None, body: Any
+    ) -> str:
         """Write a checkpoint of a run, in the model's thread, and return its address."""
         facts = {key: run.facts[key] for key in ("rank", "train_attn", "train_mlp")}
         facts |= {"time": now(), "expires_at": expiry(body.ttl_seconds), "user_metadata": body.user_metadata}
@@ -324,7 +324,7 @@ class TinkerService:
 
     def sample(self, request_id: str, sampler: str | None, sampling: Sampling, top: int) -> None:
         """Queue a request for responses with the weights at an address, or the base's."""
-        job = Job(request_id, sampling=sampling, sampler=sampler)
+        job = QueuedRequest(request_id, sampling=sampling, sampler=sampler)
 
         def finish(asked: Sampling, problem: str | None) -> None:
             with self._changed:
@@ -341,7 +341,7 @@ class TinkerService:
                 self._queue.append(job)
                 self._changed.notify()
 
-    def _sample(self, first: Job) -> None:
+    def _sample(self, first: QueuedRequest) -> None:
         """Serve a request for samples, and those for the same weights that are next in the queue."""
         adapter: Adapter | None = None
         version = 0
@@ -359,11 +359,7 @@ class TinkerService:
 
         def take() -> list[Sampling]:
             with self._changed:
-                while (
-                    self._queue
-                    and self._queue[0].sampling is not None
-                    and self._queue[0].sampler == first.sampler
-                ):
+                while self._queue and self._queue[0].sampling and self._queue[0].sampler == first.sampler:
                     begun.append(self._queue.popleft())
             taken = [job.sampling for job in begun if job.sampling is not None]
             begun.clear()
@@ -373,22 +369,22 @@ class TinkerService:
 
     # answers
 
-    def job(self, request_id: str) -> Job | None:
+    def job(self, request_id: str) -> QueuedRequest | None:
         """Return a request that was submitted, while its answer is kept."""
         return self._jobs.get(request_id)
 
-    def _keep(self, job: Job) -> None:
+    def _keep(self, job: QueuedRequest) -> None:
         self._jobs[job.request_id] = job
         ends = time.monotonic() - ANSWER_S
         for old in [key for key, each in self._jobs.items() if each.done_at < ends]:
             del self._jobs[old]
 
-    def _answer(self, job: Job, answer: Answer) -> None:
+    def _answer(self, job: QueuedRequest, answer: Answer) -> None:
         job.done_at = time.monotonic()
         if not job.answer.done():
             job.answer.set_result(answer)
 
-    def _fail(self, job: Job, problem: str, category: str = "user") -> None:
+    def _fail(self, job: QueuedRequest, problem: str, category: str = "user") -> None:
         self._answer(job, {"error": problem, "category": category})
 
     def _serve(self) -> None:
@@ -398,25 +394,25 @@ class TinkerService:
                     self._sample(job)
                 else:
                     self._answer(job, job.work())
-            except (Refused, HybridFlowError) as error:
+            except (Refusal, HybridFlowError) as error:
                 self._fail(job, str(error))
             except Exception as error:  # one bad request never ends the server
                 logger.exception("the request %s failed", job.request_id)
                 self._fail(job, f"the server failed: {type(error).__name__}: {error}", "server")
 
-    def _next(self) -> Job | None:
+    def _next(self) -> QueuedRequest | None:
         """Return the next thing to compute, None at the end, and fail requests whose turn does not come."""
         with self._changed:
-            while not self._queue and not self._closing:
-                self._changed.wait(1.0)
+            while True:
                 late = time.monotonic() - GAP_S
                 for run in list(self.runs.values()):
                     for seq in [seq for seq, (_, came) in run.waiting.items() if came < late]:
-                        job, _ = run.waiting.pop(seq)
                         self._fail(
-                            job,
+                            run.waiting.pop(seq)[0],
                             f"request {seq} of the run waits for {run.next_seq}, which did not come within "
                             f"{GAP_S:g} s. Where the server began anew: create a training client from the "
                             "newest saved state",
                         )
-            return None if self._closing else self._queue.popleft()
+                if self._closing or self._queue:
+                    return None if self._closing else self._queue.popleft()
+                self._changed.wait(1.0)

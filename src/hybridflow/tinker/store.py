@@ -18,7 +18,7 @@ from typing import Any
 
 from hybridflow.checkpoint.durable import locked, replace_file, sync, sync_tree
 from hybridflow.errors import ConfigError
-from hybridflow.tinker.losses import Refused
+from hybridflow.tinker.wire import Refusal
 
 WEIGHTS = "weights"
 SAMPLER = "sampler_weights"
@@ -81,21 +81,21 @@ class Store:
         *,
         overwrite: bool,
     ) -> str:
-        """Write a checkpoint with `fill` and return its address; Refused for a name that cannot be used.
+        """Write a checkpoint with `fill` and return its address; Refusal for a name that cannot be used.
 
         Without a name it has that of the request's number `seq`.
         """
         if name is None:
             name = f"{UNNAMED}{seq}"
         elif not _NAME.fullmatch(name):
-            raise Refused(
+            raise Refusal(
                 f"the name {name!r}: wanted up to 128 letters, digits, dots, dashes and underscores, and a "
                 "letter or a digit first"
             )
         parent = self.folder / "runs" / model_id / kind
         final = parent / name
         if final.exists() and not overwrite:
-            raise Refused(f"the run has {kind}/{name} already: give another name, or overwrite=True")
+            raise Refusal(f"the run has {kind}/{name} already: give another name, or overwrite=True")
         temporary = parent / f".tmp_{name}"
         temporary.mkdir(parents=True)
         try:
@@ -120,14 +120,14 @@ class Store:
             shutil.rmtree(old)
 
     def find(self, address: str, kinds: tuple[str, ...] = (WEIGHTS, SAMPLER)) -> Path:
-        """Return the folder of a checkpoint by its address; Refused where there is none of these kinds."""
+        """Return the folder of a checkpoint by its address; Refusal where there is none of these kinds."""
         parts = address.removeprefix(SCHEME).split("/")
         known = address.startswith(SCHEME) and len(parts) == 3 and parts[1] in kinds
         if known and all(re.fullmatch(r"[\w:.-]*\w", part) for part in parts):
             folder = self.folder.joinpath("runs", *parts)
             if (folder / "checkpoint.json").is_file() and not _has_expired(_facts(folder)):
                 return folder
-        raise Refused(
+        raise Refusal(
             f"there are no weights at {address!r} (never saved, removed, or expired): wanted "
             f"{SCHEME}RUN/{'|'.join(kinds)}/NAME as save_state or save_weights_for_sampler returned it"
         )

@@ -28,7 +28,13 @@ Fields = dict[int, list[Value]]
 """Values of a message by the number of the field: an integer, or bytes."""
 
 
-class WireError(ValueError):
+class Refusal(ValueError):
+    """A request that cannot be served as it is: the reason is for its sender."""
+
+    status = 400
+
+
+class WireError(Refusal):
     """A body that is no message of this kind."""
 
 

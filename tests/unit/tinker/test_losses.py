@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hybridflow.tinker.losses import LOSSES, Refused, check_inputs, loss_of
-from hybridflow.tinker.wire import Datum
+from hybridflow.tinker.losses import LOSSES, check_inputs, loss_of
+from hybridflow.tinker.wire import Datum, Refusal
 
 LENGTHS = (5, 3, 1)
 THRESHOLDS = {"clip_low_threshold": 0.9, "clip_high_threshold": 1.05}
@@ -134,11 +134,11 @@ def changed(**inputs: Any) -> Datum:
     ],
 )
 def test_refusals_say_what_is_wanted(name: str, config: dict[str, Any], row: Datum, told: str) -> None:
-    with pytest.raises(Refused, match=told):
+    with pytest.raises(Refusal, match=told):
         check_inputs(name, config, [row])
 
 
 def test_weights_beside_a_policy_loss_are_not_read() -> None:
     check_inputs("ppo", {}, [changed(weights=torch.zeros(2))])
-    with pytest.raises(Refused, match="at least one row"):
+    with pytest.raises(Refusal, match="at least one row"):
         check_inputs("ppo", {}, [])

@@ -36,12 +36,7 @@ def row_message(tokens: Sequence[int], inputs: Mapping[str, Any]) -> bytes:
 
 
 def request_message(
-    model_id: str,
-    seq: int,
-    rows: Sequence[Row],
-    loss: str,
-    config: Mapping[str, float],
-    forward_only: bool,
+    model_id: str, seq: int, rows: Sequence[Row], loss: str, config: Mapping[str, float], forward_only: bool
 ) -> bytes:
     message = bytes_field(1, model_id) + number_field(2, seq) + bytes_field(4, loss)
     message += b"".join(bytes_field(3, row_message(*row)) for row in rows)

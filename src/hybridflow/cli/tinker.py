@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
         from hybridflow.rollout.server.run import choose_token, listen
         from hybridflow.tinker.run import TinkerSettings, build, serve
 
-    key, is_new = choose_token(options.host, given)
+    key, is_new = choose_token(options.host, given, variable=KEY_VARIABLE)
     bound = listen(options.host, options.port)
     folder = Path(options.model).expanduser()
     path = str(folder.resolve()) if folder.is_dir() else options.model
@@ -88,7 +88,8 @@ def run(options: argparse.Namespace) -> int:
             )
         key = f"{KEY_PREFIX}{key}" if is_new else key
         host, port = bound.getsockname()[:2]
-        print(f"serving {service.name} at http://{host}:{port}", flush=True)
+        shown = f"[{host}]" if ":" in host else host
+        print(f"serving {service.name} at http://{shown}:{port}", flush=True)
         if is_new:
             print(f"key of this run (TINKER_API_KEY of clients): {key}", flush=True)
         serve(service, bound, key)

@@ -50,6 +50,8 @@ class Body(StrictBody):
 
 
 class SessionBody(Body):
+    """POST /create_session."""
+
     tags: list[str] = Field([])
     user_metadata: dict[str, Any] | None = None
     sdk_version: str = ""
@@ -58,6 +60,8 @@ class SessionBody(Body):
 
 
 class LoraBody(StrictBody):
+    """An adapter; `train_unembed` has no effect."""
+
     rank: int = Field(ge=1, le=4096)
     seed: int | None = Field(None, ge=0)
     train_unembed: bool = True
@@ -66,10 +70,14 @@ class LoraBody(StrictBody):
 
 
 class OptimizerBody(StrictBody):
+    """The optimizer of a run."""
+
     type: Literal["adamw"] = "adamw"
 
 
 class ModelBody(Body):
+    """POST /create_model."""
+
     session_id: str
     model_seq_id: int = Field(ge=0)
     base_model: str
@@ -79,12 +87,14 @@ class ModelBody(Body):
 
 
 class AdamBody(StrictBody):
-    learning_rate: float = 1e-4
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-12
-    weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
+    """The fields of `AdamStep`, which has their defaults and checks their values in their turn."""
+
+    learning_rate: float | None = None
+    beta1: float | None = None
+    beta2: float | None = None
+    eps: float | None = None
+    weight_decay: float | None = None
+    grad_clip_norm: float | None = None
 
 
 class NumberedBody(Body):
@@ -95,10 +105,14 @@ class NumberedBody(Body):
 
 
 class StepBody(NumberedBody):
+    """POST /optim_step."""
+
     adam_params: AdamBody
 
 
 class SaveBody(NumberedBody):
+    """POST /save_weights."""
+
     path: str | None = None
     ttl_seconds: int | None = Field(None, ge=1)
     overwrite: bool = False
@@ -106,11 +120,15 @@ class SaveBody(NumberedBody):
 
 
 class SaveForSamplerBody(SaveBody):
+    """POST /save_weights_for_sampler."""
+
     sampling_session_seq_id: int | None = None
     kind: Literal["snapshot"] = "snapshot"
 
 
 class LoadBody(Body):
+    """POST /load_weights: into a run, or as the first request of a new one."""
+
     model_id: str | None = None
     seq_id: int | None = Field(None, ge=1)
     session_id: str | None = None
@@ -123,6 +141,8 @@ class LoadBody(Body):
 
 
 class SamplerBody(Body):
+    """POST /create_sampling_session."""
+
     session_id: str
     sampling_session_seq_id: int = Field(ge=0)
     base_model: str | None = None
@@ -130,15 +150,21 @@ class SamplerBody(Body):
 
 
 class ChunkBody(StrictBody):
+    """A part of a prompt."""
+
     type: Literal["encoded_text"] = "encoded_text"
     tokens: Ids
 
 
 class PromptBody(StrictBody):
+    """A prompt."""
+
     chunks: list[ChunkBody]
 
 
 class ParamsBody(StrictBody):
+    """How tokens are chosen, and when a response ends."""
+
     max_tokens: int | None = Field(None, ge=1)
     seed: int | None = Field(None, ge=0)
     stop: str | list[str] | Ids | None = None
@@ -148,6 +174,8 @@ class ParamsBody(StrictBody):
 
 
 class SampleBody(Body):
+    """POST /asample."""
+
     num_samples: int = Field(1, ge=1, le=4096)
     prompt: PromptBody
     sampling_params: ParamsBody
@@ -164,10 +192,14 @@ class SampleBody(Body):
 
 
 class ExpiryBody(StrictBody):
+    """PUT …/ttl."""
+
     ttl_seconds: int | None = Field(None, ge=1)
 
 
 class FutureBody(StrictBody):
+    """POST /retrieve_future."""
+
     request_id: str
     allow_metadata_only: bool = False
 
@@ -322,7 +354,7 @@ def _add_training(app: FastAPI, service: TinkerService) -> None:
     @app.post(PREFIX + "/optim_step")
     async def optim_step(body: StepBody) -> Facts:
         def work(run: AdapterRun, trained: Trained) -> Answer:
-            norm = service.base.step(trained, AdamStep(**body.adam_params.model_dump()))
+            norm = service.base.step(trained, AdamStep(**body.adam_params.model_dump(exclude_unset=True)))
             return {"metrics": {"grad_norm": norm}}
 
         return _future(service.submit(body.model_id, body.seq_id, work))

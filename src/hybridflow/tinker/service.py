@@ -253,11 +253,15 @@ class TinkerService:
 
     def _make_place(self) -> None:
         """Drop the run whose session is silent longest where there are `max_runs`; Refusal where none is."""
-        live = [run for run in self.runs.values() if run.ended is None]
+        live = [
+            run
+            for run in self.runs.values()
+            if run.ended is None and (run.trained is not None or "saved" not in run.facts)
+        ]
         if len(live) < self.max_runs:
             return
-        oldest = min(live, key=lambda run: self._heard.get(run.facts["session_id"], 0.0))
-        if time.monotonic() - self._heard.get(oldest.facts["session_id"], 0.0) < SILENT_S:
+        oldest = min(live, key=lambda run: self._heard[run.facts["session_id"]])
+        if time.monotonic() - self._heard[oldest.facts["session_id"]] < SILENT_S:
             raise Refusal(
                 f"{len(live)} training runs are in memory (--max-runs): end a session first "
                 "(ServiceClient.close)"
@@ -279,6 +283,7 @@ class TinkerService:
             if run.trained is None:
                 if run.ended is not None:
                     raise Refusal(f"the training run {model_id} cannot go on: {run.ended}")
+                self._make_place()
                 run.trained = self.read(run.facts["saved"]["path"], True)
             return work(run, run.trained)
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from starlette.testclient import TestClient
 from torch import Tensor
 
@@ -27,7 +28,7 @@ from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.tinker import service as service_module
 from hybridflow.tinker.app import build_tinker_app
-from hybridflow.tinker.model import ALPHA, SharedBase
+from hybridflow.tinker.model import ALPHA, OPTIMIZER, SharedBase
 from hybridflow.tinker.service import TinkerService
 from hybridflow.tinker.store import Store
 from plain_tinker import KEY, Failed, PlainClient, PlainRun, Row, floats, request_message
@@ -35,17 +36,20 @@ from plain_tinker import KEY, Failed, PlainClient, PlainRun, Row, floats, reques
 ADAM = {"learning_rate": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
 
-@pytest.fixture(scope="module")
-def base(tmp_path_factory: pytest.TempPathFactory) -> SharedBase:
-    folder = create_tiny_model(tmp_path_factory.mktemp("model") / "tiny", hidden=64, intermediate=96)
+def shared_base(folder: Path, dtype: str) -> SharedBase:
     return SharedBase(
-        str(folder),
+        str(create_tiny_model(folder / "tiny", hidden=64, intermediate=96)),
         device=torch.device("cpu"),
-        dtype="float32",
+        dtype=dtype,
         pass_tokens=24,  # rows of a request are cut into several passes
         max_rows=8,
         memory_share=0.01,
     )
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> SharedBase:
+    return shared_base(tmp_path_factory.mktemp("model"), "float32")
 
 
 @contextmanager
@@ -323,6 +327,28 @@ def test_a_server_that_begins_anew_goes_on_from_what_was_saved(base: SharedBase,
         assert [each["tinker_path"] for each in listed] == [path]
 
 
+def test_masters_of_half_precision_are_in_a_state(tmp_path: Path) -> None:
+    small = {**ADAM, "learning_rate": 1e-5}  # less than bfloat16 can tell apart in one step
+    with serving(shared_base(tmp_path, "bfloat16"), tmp_path / "runs") as http:
+        client = PlainClient(http)
+        run = client.train("tiny", rank=4, seed=9)
+        losses: list[list[float]] = [[], []]
+        for step in range(6):
+            run.forward_backward(rows(step), "cross_entropy")
+            run.step(**ADAM if step < 2 else small)
+        resumed = client.load(run.save("six"))
+        for place, each in enumerate((run, resumed)):
+            for step in range(6, 9):
+                losses[place].append(each.forward_backward(rows(step), "cross_entropy")[1])
+                each.step(**small)
+        assert losses[0] == losses[1]
+        paths = [each.save("end").removeprefix("tinker://") for each in (run, resumed)]
+        states = [load_file(tmp_path / "runs" / "runs" / path / OPTIMIZER) for path in paths]
+        masters = [name for name in states[0] if name.endswith("/master")]
+        assert masters and all(states[0][name].dtype == torch.float32 for name in masters)
+        assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
 def test_a_folder_has_one_server(base: SharedBase, tmp_path: Path) -> None:
     with serving(base, tmp_path), pytest.raises(ConfigError, match="belongs to a server that runs"):
         Store(tmp_path)
@@ -391,7 +417,7 @@ def bad_requests(run: PlainRun) -> dict[str, tuple[str, dict[str, Any]]]:
         "positions": ("asample", {**sampled, "sampling_params": {"max_tokens": 10**6}}),
         "prompt_alt_tokens_k": ("asample", {**sampled, "prompt_alt_tokens_k": 2}),
         "is not served": ("save_weights_external", number),
-        "send model_id and seq_id": ("load_weights", {"path": "tinker://a/weights/b", "optimizer": True}),
+        "send model_id and seq_id": ("load_weights", {"path": "tinker://a/weights/b", "optimizer": True})
     }  # fmt: skip
 
 

@@ -37,18 +37,22 @@ SHORTEST_TOKEN = 16
 """Characters of a token that guards a server on a network."""
 
 
-def choose_token(host: str, given: str | None, *, no_token: bool = False) -> tuple[str | None, bool]:
-    """Return the token, and whether it was made here; ConfigError for a missing one or an easy guess."""
+def choose_token(
+    host: str, given: str | None, *, no_token: bool = False, variable: str = "HYBRIDFLOW_SERVE_TOKEN"
+) -> tuple[str | None, bool]:
+    """Return the token, and whether it was made here; ConfigError for a missing one or an easy guess.
+
+    `variable` is the variable of the environment that messages name.
+    """
     if given is not None and (not given or not given.isascii() or not given.isprintable() or " " in given):
         raise ConfigError(
             "the server's token is empty or has characters that no header may have: set "
-            "HYBRIDFLOW_SERVE_TOKEN to plain ASCII"
+            f"{variable} to plain ASCII"
         )
     if host in LOCAL_HOSTS:
         if no_token and given is not None:
             raise ConfigError(
-                "--no-token and a token (--api-key or HYBRIDFLOW_SERVE_TOKEN) exclude each other: leave one "
-                "of them out"
+                f"--no-token and a token (--api-key or {variable}) exclude each other: leave one of them out"
             )
         if given is not None or no_token:
             return given, False
@@ -56,7 +60,7 @@ def choose_token(host: str, given: str | None, *, no_token: bool = False) -> tup
     if given is None or len(given) < SHORTEST_TOKEN:
         raise ConfigError(
             f"--host {host} lets others on the network in, so it needs a token of at least {SHORTEST_TOKEN} "
-            "characters: set HYBRIDFLOW_SERVE_TOKEN, or leave --host out to serve this machine only"
+            f"characters: set {variable}, or leave --host out to serve this machine only"
         )
     return given, False
 

@@ -120,13 +120,17 @@ def test_the_client_of_tinker(model: str, tmp_path: Path, monkeypatch: pytest.Mo
         )
         with pytest.raises(tinker.RequestFailedError, match="ppo wants advantages"):
             run.forward_backward([datum], "ppo").result()
-        path = run.save_state("end").result().path
         named = run.save_weights_for_sampler("end").result().path
         again = service.create_sampling_client(model_path=named).result().sample(prompt, 2, params).result()
         assert [each.tokens for each in again.sequences] == [each.tokens for each in sampled.sequences]
+        path = run.save_state("end").result().path
         process.kill()
         process.wait()
-    with server(model, tmp_path) as (process, url):
+    with server(model, tmp_path, port=int(url.rpartition(":")[2])) as (process, url):
+        # the clients of before go on: nothing was asked between the save and the kill
+        assert run.forward([datum], "cross_entropy").result().metrics == direct.metrics
+        again = sampler.sample(prompt, 2, params).result()
+        assert [each.tokens for each in again.sequences] == [each.tokens for each in sampled.sequences]
         service = tinker.ServiceClient(base_url=url, api_key=KEY)
         resumed = service.create_training_client_from_state_with_optimizer(path).result()
         assert resumed.forward([datum], "cross_entropy").result().metrics == direct.metrics

@@ -16,6 +16,7 @@ from hybridflow.cli.plan import add_plan
 from hybridflow.cli.recipe_flags import add_recipe, put_flags_first
 from hybridflow.cli.serve import add_serve
 from hybridflow.cli.time_travel import add_time_travel, add_why
+from hybridflow.cli.tinker import add_tinker
 from hybridflow.cli.try_algorithm import add_try_algorithm
 from hybridflow.trainer.command import ends_in_status
 
@@ -76,6 +77,7 @@ def parser() -> argparse.ArgumentParser:
     _add_merge(words)
     _add_import_gguf(words)
     add_serve(words)
+    add_tinker(words)
     add_evaluation(words, RECIPE, OVERRIDES)
     _add_try(words)
     add_try_algorithm(words, OVERRIDES)

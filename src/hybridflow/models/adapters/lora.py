@@ -180,8 +180,7 @@ def init_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
             first = tensors[f"{name}.lora_A"]
             second = tensors[f"{name}.lora_B"]
         else:
-            draw = torch.rand(a.shape, generator=generator(settings.seed, f"first adapter of {name}"))
-            first = (2 * draw - 1) / math.sqrt(a.shape[1])
+            first = first_a(tuple(a.shape), settings.seed, name)
             second = torch.zeros(b.shape)
         for own, value in ((a, first), (b, second)):
             if own.shape != value.shape:
@@ -190,6 +189,12 @@ def init_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
                     f"of {tuple(own.shape)} here"
                 )
             local(own).copy_(value[own_slices(own)])
+
+
+def first_a(shape: tuple[int, ...], seed: int, layer: str) -> Tensor:
+    """Return the first values of a layer's A [rank, in], float32: uniform within 1/√in, by seed and layer."""
+    draw = torch.rand(shape, generator=generator(seed, f"first adapter of {layer}"))
+    return (2 * draw - 1) / math.sqrt(shape[1])
 
 
 def load_with_peft(policy: PolicyModel, folder: Path) -> None:

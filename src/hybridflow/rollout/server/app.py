@@ -142,7 +142,7 @@ def build_api(service_of: Callable[[Request], JobService]) -> FastAPI:
         return JSONResponse(_model_card(model, started))
 
     for kind in (ApiError, RequestValidationError, ValidationError, RecursionError, HTTPException, Exception):
-        app.add_exception_handler(kind, _answer_error)
+        app.add_exception_handler(kind, answer_error)
     return app
 
 
@@ -174,7 +174,7 @@ async def _answer(
     return await while_connected(request.receive, answered()) or Response(status_code=GONE)
 
 
-async def _answer_error(request: Request, error: Exception) -> Response:
+async def answer_error(request: Request, error: Exception) -> Response:
     """Answer a request that raised an error; any but those that are named here is a fault of the server's."""
     path = request.url.path
     headers = None

@@ -37,18 +37,22 @@ SHORTEST_TOKEN = 16
 """Characters of a token that guards a server on a network."""
 
 
-def choose_token(host: str, given: str | None, *, no_token: bool = False) -> tuple[str | None, bool]:
-    """Return the token, and whether it was made here; ConfigError for a missing one or an easy guess."""
+def choose_token(
+    host: str, given: str | None, *, no_token: bool = False, variable: str = "HYBRIDFLOW_SERVE_TOKEN"
+) -> tuple[str | None, bool]:
+    """Return the token, and whether it was made here; ConfigError for a missing one or an easy guess.
+
+    `variable` is the variable of the environment that messages name.
+    """
     if given is not None and (not given or not given.isascii() or not given.isprintable() or " " in given):
         raise ConfigError(
             "the server's token is empty or has characters that no header may have: set "
-            "HYBRIDFLOW_SERVE_TOKEN to plain ASCII"
+            f"{variable} to plain ASCII"
         )
     if host in LOCAL_HOSTS:
         if no_token and given is not None:
             raise ConfigError(
-                "--no-token and a token (--api-key or HYBRIDFLOW_SERVE_TOKEN) exclude each other: leave one "
-                "of them out"
+                f"--no-token and a token (--api-key or {variable}) exclude each other: leave one of them out"
             )
         if given is not None or no_token:
             return given, False
@@ -56,7 +60,7 @@ def choose_token(host: str, given: str | None, *, no_token: bool = False) -> tup
     if given is None or len(given) < SHORTEST_TOKEN:
         raise ConfigError(
             f"--host {host} lets others on the network in, so it needs a token of at least {SHORTEST_TOKEN} "
-            "characters: set HYBRIDFLOW_SERVE_TOKEN, or leave --host out to serve this machine only"
+            f"characters: set {variable}, or leave --host out to serve this machine only"
         )
     return given, False
 
@@ -120,7 +124,7 @@ class DrainingServer(uvicorn.Server):
     def __init__(self, service: Service, *, token: str | None, grace_s: int = 30) -> None:
         app = build_app(service, token=token)
         # what is left of the grace is for closing the engines
-        super().__init__(_server_config(app, max(grace_s - round(CLOSE_S), (grace_s + 1) // 2)))
+        super().__init__(server_config(app, max(grace_s - round(CLOSE_S), (grace_s + 1) // 2)))
         self._service = service
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
@@ -138,7 +142,7 @@ class LoopServer(uvicorn.Server):
 
     def __init__(self, app: ASGIApp, host: str, port: int) -> None:
         _raise_file_limit()
-        super().__init__(_server_config(app, grace_s=1))
+        super().__init__(server_config(app, grace_s=1))
         bound = listen(host, port)
         told = socket.gethostname() if host in WILDCARDS else host
         if ":" in told:
@@ -168,7 +172,8 @@ class LoopServer(uvicorn.Server):
             raise
 
 
-def _server_config(app: ASGIApp, grace_s: int) -> uvicorn.Config:
+def server_config(app: ASGIApp, grace_s: int) -> uvicorn.Config:
+    """Return uvicorn's settings; running requests have `grace_s` seconds at the end."""
     return uvicorn.Config(
         app,
         log_config=None,

@@ -1,0 +1,1 @@
+"""An HTTP endpoint for the client of Tinker: LoRA training and sampling, driven by a loop elsewhere."""

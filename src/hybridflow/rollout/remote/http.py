@@ -184,7 +184,11 @@ class ServerProcess:
         except subprocess.TimeoutExpired:
             code = None
         how = "" if code is None else f" (exit code {code})"
-        lines = [line for line in self.log.read_text(errors="replace").splitlines() if line.strip()]
+        lines = [
+            line
+            for line in self.log.read_text(errors="replace").splitlines()
+            if line.strip() and "GET /health" not in line
+        ]
         if not lines:
             return how
         return f"{how}; its log {self.log} ends: {' | '.join(lines[-3:])[-500:]}"

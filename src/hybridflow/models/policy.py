@@ -303,8 +303,8 @@ def check_attention(kind: type[PreTrainedModel], config: PretrainedConfig) -> No
         raise ModelError(
             f"{kind.__name__} (model_type {config.model_type!r}) has layers of the type "
             f"{', '.join(sorted(set(other.values())))} (the first is layer {min(other)}), which read earlier "
-            "tokens otherwise than by attention over a row or its newest tokens, so packed rows would mix: it "
-            "is not supported. Use a model whose layer_types are full_attention and sliding_attention"
+            "tokens otherwise than by attention over a row or its newest tokens, so packed rows would mix: "
+            "it is not supported. Use a model whose layer_types are full_attention and sliding_attention"
         )
     if not getattr(kind, "_supports_attention_backend", False):
         raise ModelError(

@@ -73,8 +73,8 @@ def probe_policy(policy: PolicyModel, tolerance: float | None = None) -> float:
             raise
         except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
             raise ModelError(
-                f"{type(policy.hf).__name__} fails where rows are packed and their masks are the layout's, so "
-                f"it cannot be trained here: {type(error).__name__}: {error}"
+                f"{type(policy.hf).__name__} fails where rows are packed and masks are the layout's, so it "
+                f"cannot be trained here: {type(error).__name__}: {error}"
             ) from error
     by_kernel = (f"{kernel} in layers {_ranges(layers)}" for kernel, layers in kernels.items())
     logger.info("%s: attention by %s", type(policy.hf).__name__, "; ".join(by_kernel))

@@ -104,6 +104,7 @@ class ModelShape:
     layers: tuple[Layer, ...]
     width: int
     """Activations of the widest feed-forward part for a token."""
+    heads: int
     kv_heads: int
     head_dim: int
     experts: int = 0
@@ -216,6 +217,7 @@ class ModelShape:
             num_layers=len(self.layers),
             hidden_size=self.hidden,
             intermediate_size=self.width,
+            num_heads=self.heads,
             num_kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             vocab_size=self.vocab,
@@ -282,6 +284,7 @@ def _shape(config: Mapping[str, Any], text: Mapping[str, Any], name: str) -> Mod
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
         layers=layers,
         width=width,
+        heads=heads,
         kv_heads=kv_heads,
         head_dim=max(layer.pair for layer in layers) // (2 * heads),
         experts=experts,

@@ -101,6 +101,7 @@ def size_of(
         num_layers=text.num_hidden_layers,
         hidden_size=text.hidden_size,
         intermediate_size=mlp_width(shape),
+        num_heads=heads,
         # latent attention (MLA) hands each head a key and a value of its own
         num_kv_heads=heads if latent else getattr(text, "num_key_value_heads", None) or heads,
         head_dim=_attention_width(text) // (2 * heads),

@@ -28,6 +28,8 @@ GROUP = "hybridflow.accelerators"
 """Group of the entry points that name rows of plugins."""
 GPU = "cuda"
 """torch's device type of NVIDIA's and AMD's GPUs, whose data sheets the planner has."""
+RING_QUERIES = 512
+"""Queries that ring attention scores at a time."""
 KEPT_BYTES = 256 * 2**20
 """Most bytes of logits that training keeps for the backward pass, where one of the head's four products is
 then spared.

@@ -42,6 +42,12 @@ if TYPE_CHECKING:
     from hybridflow.protocol.packing import PackedBatch, PlacedMedium
 
 
+_OTHER_LAYERS = {
+    *("linear_attention", "mamba", "conv", "hybrid", "hybrid_sliding"),  # a state that goes along a row
+    *("chunked_attention", "indexed_attention", "minimax_m3_sparse"),  # keys that are chosen otherwise
+    *("compressed_sparse_attention", "heavily_compressed_attention"),
+}
+"""Types of layers that our attention does not compute."""
 _ROWS_APART = "actor.use_prefix_grouper=false, or algorithm.share_prompts=false"
 
 
@@ -282,14 +288,30 @@ def use_attention(hf: PreTrainedModel) -> None:
     join_norms(hf)
     keep_gates_lean(hf)
     AttentionInterface.register(ATTENTION_NAME, attention)
-    if not getattr(hf, "_supports_attention_backend", False):
+    check_attention(type(hf), hf.config)
+    choose_attention(hf, ATTENTION_NAME)
+    rotate_rows_alone(hf)
+
+
+def check_attention(kind: type[PreTrainedModel], config: PretrainedConfig) -> None:
+    """Raise ModelError for a class of models whose attention cannot be ours, and for kinds of layers that
+    take more from earlier tokens than attention does.
+    """
+    layers = enumerate(getattr(config.get_text_config(), "layer_types", None) or ())
+    other = {number: name for number, name in layers if name in _OTHER_LAYERS}
+    if other:
         raise ModelError(
-            f"{type(hf).__name__} (model_type {hf.config.model_type!r}) does not let its attention be "
+            f"{kind.__name__} (model_type {config.model_type!r}) has layers of the type "
+            f"{', '.join(sorted(set(other.values())))} (the first is layer {min(other)}), which read earlier "
+            "tokens otherwise than by attention over a row or its newest tokens, so packed rows would mix: "
+            "it is not supported. Use a model whose layer_types are full_attention and sliding_attention"
+        )
+    if not getattr(kind, "_supports_attention_backend", False):
+        raise ModelError(
+            f"{kind.__name__} (model_type {config.model_type!r}) does not let its attention be "
             "chosen, so rows cannot be packed: it is not supported. Use an attention-only causal language "
             "model such as Llama, Qwen, Mistral, Gemma or Phi"
         )
-    choose_attention(hf, ATTENTION_NAME)
-    rotate_rows_alone(hf)
 
 
 def choose_attention(hf: PreTrainedModel, name: str) -> None:

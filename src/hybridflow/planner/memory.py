@@ -20,11 +20,13 @@ from hybridflow.config.layout import ROLE_KEYS, engine_keys
 from hybridflow.config.model import SCALE_BLOCK, FSDPConfig, ModelConfig
 from hybridflow.config.needs import longest_row, rows_per_prompt
 from hybridflow.config.tree import get_value
-from hybridflow.distributed.accelerators import KEPT_BYTES, features, is_accelerator
+from hybridflow.distributed.accelerators import KEPT_BYTES, RING_QUERIES, features, is_accelerator
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.planner.model_size import ModelSize
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+RING_COPIES = 4
+"""Tensors of a block's scores that are there at once in the backward pass of ring attention."""
 QUANTIZED_BYTES = {"int8": 1, "fp8": 1, "float16": 2}
 """Bytes of a number by `rollout.quantization` of the native engine."""
 
@@ -261,6 +263,15 @@ def _pass(engine: RoleEngine, size: ModelSize, device: str) -> tuple[int, list[M
     logits = 3 * min(chunk, whole) + min(KEPT_BYTES, whole)
     limits = f"three chunks of at most {chunk // 2**20} MiB, and at most {KEPT_BYTES // 2**20} MiB kept"
     parts = [MemoryItem("logits", logits, limits)]
+    if sequence > 1 and engine.fsdp.context_parallel == "ring":
+        heads = max(1, size.num_heads // tensor)
+        scores = RING_COPIES * heads * min(RING_QUERIES, tokens) * tokens * 4
+        told = (
+            f"{heads} heads × {min(RING_QUERIES, tokens)} queries × {tokens:,} keys × 4 bytes × {RING_COPIES}"
+        )
+        if scores > logits:  # logits are gone when the layers go backward
+            logits = scores
+            parts = [MemoryItem("scores of a block of the ring", scores, told)]
     if model.enable_activation_offload and is_accelerator(device):
         moved = MemoryItem("activations of a micro-batch", kept, how, on_host=True)
         here = MemoryItem("activations of the layer at work", layer, f"{shared} × ({one_layer})")

@@ -104,6 +104,7 @@ class ModelShape:
     layers: tuple[Layer, ...]
     width: int
     """Activations of the widest feed-forward part for a token."""
+    heads: int
     kv_heads: int
     head_dim: int
     experts: int = 0
@@ -216,6 +217,7 @@ class ModelShape:
             num_layers=len(self.layers),
             hidden_size=self.hidden,
             intermediate_size=self.width,
+            num_heads=self.heads,
             num_kv_heads=self.kv_heads,
             head_dim=self.head_dim,
             vocab_size=self.vocab,
@@ -271,15 +273,20 @@ def _shape(config: Mapping[str, Any], text: Mapping[str, Any], name: str) -> Mod
         per_token = int(text.get("num_experts_per_tok") or experts)
         width = max(width, per_token * own + _shared_width(text, own))
     kinds = {str(each.get("model_type")) for each in (config, text)}
+    layers = tuple(_layers(text, experts, per_token, own))
+    kv_heads = int(text.get("num_key_value_heads") or heads)
+    if text.get("kv_lora_rank"):  # the native engine keeps what comes of the latent vectors
+        kv_heads = heads
     return ModelShape(
         name,
         hidden=int(text["hidden_size"]),
         vocab=int(text["vocab_size"]),
         tied=bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False))),
-        layers=tuple(_layers(text, experts, per_token, own)),
+        layers=layers,
         width=width,
-        kv_heads=int(text.get("num_key_value_heads") or heads),
-        head_dim=int(text.get("head_dim") or int(text["hidden_size"]) // heads),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=max(layer.pair for layer in layers) // (2 * heads),
         experts=experts,
         experts_per_token=per_token,
         can_cut=kinds.isdisjoint(UNCUT) and "vision_config" not in config,

@@ -55,8 +55,13 @@ class ModelSize:
     hidden_size: int
     intermediate_size: int
     """Activations of the widest feed-forward part for a token: of experts those that it is routed to."""
+    num_heads: int
+    """Query heads of a layer."""
     num_kv_heads: int
     head_dim: int
+    """Numbers of a key, and of a value, that the native engine keeps for a head; where the two differ, of
+    their mean.
+    """
     vocab_size: int
     itemsize: int
     """Bytes of one number in the compute dtype."""

@@ -52,18 +52,27 @@ def _blocks(model: PolicyModel | ValueModel) -> nn.ModuleList:
 
 
 def _cut(
-    model: PolicyModel | ValueModel, mesh: DeviceMesh, *, shard: bool, meta: bool, experts: bool
+    model: PolicyModel | ValueModel,
+    mesh: DeviceMesh,
+    *,
+    shard: bool,
+    meta: bool,
+    experts: bool,
+    slices: bool,
 ) -> None:
-    """Tensor parallel, and FSDP on the other dimension; `meta`: first placements, then weights."""
+    """Tensor parallel where `slices` says so, and FSDP on the other dimension; `meta`: first placements, then
+    weights.
+    """
     whole = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     buffers = {name: tensor.clone() for name, tensor in model.named_buffers()}
     if meta:
         model.to("meta")
         if isinstance(model, PolicyModel):
             model.hf.tie_weights()
-    apply_tensor_parallel(model, mesh["tensor"], but_experts=experts)
+    if slices:
+        apply_tensor_parallel(model, mesh["tensor"], but_experts=experts)
     if experts:
-        apply_expert_parallel(model, mesh["tensor"], mesh["tensor"].get_group())
+        apply_expert_parallel(model, mesh["tensor"], mesh["tensor"].get_group() if slices else None)
     if shard:
         for block in _blocks(model):
             fully_shard(block, mesh=mesh["shard"])
@@ -96,8 +105,19 @@ def cut_against_whole(
         assert isinstance(model, PolicyModel)
         enable_gradient_checkpointing(model.hf)
     mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("shard", "tensor"))
-    _cut(model, mesh, **{name: options.get(name, False) for name in ("shard", "meta", "experts")})
+    slices = options.get("slices", True)
+    _cut(
+        model,
+        mesh,
+        slices=slices,
+        **{name: options.get(name, False) for name in ("shard", "meta", "experts")},
+    )
     got, grads = _gradients(model)
+    if not slices:  # both ranks have sent the same rows to the experts
+        grads = {
+            name: grad / 2 if ".experts." in name and not name.endswith("router.weight") else grad
+            for name, grad in grads.items()
+        }
     assert grads.keys() == wanted_grads.keys()
     between = 0.0
     for grad in grads.values():

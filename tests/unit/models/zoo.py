@@ -48,6 +48,10 @@ SUPPORTED: dict[str, dict[str, Any]] = {
     "llama": {},
     "qwen2": {"tie_word_embeddings": True},
     "qwen3": {},
+    "smollm3": {"no_rope_layers": [1, 0]},
+    "olmo2": {},
+    "olmo3": {**ALTERNATING, "sliding_window": 4},
+    "glm4": {},
     "mistral": {"sliding_window": 4},
     "gemma2": {**GEMMA, "final_logit_softcapping": 5.0, "attn_logit_softcapping": 3.0},
     "gemma3_text": {**GEMMA, **ALTERNATING},
@@ -59,12 +63,15 @@ SUPPORTED: dict[str, dict[str, Any]] = {
     "glm4_moe": {**MOE, **ROUTED},
     "olmoe": {"num_experts": 4, "num_experts_per_tok": 2, "head_dim": None},
     "deepseek_v3": {**MOE, **LATENT, **ROUTED, "num_key_value_heads": 4},
+    "glm4_moe_lite": {**MOE, **LATENT, **ROUTED, "num_key_value_heads": 4},
     "cohere": {"logit_scale": 0.25},
     "granite": {"logits_scaling": 4.0, "attention_multiplier": 0.2},
     "gpt_neox": {},
 }
 
-SPARSE = ("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3", "glm4_moe", "gpt_oss", "olmoe")
+SPARSE = (
+    *("qwen3_moe", "qwen2_moe", "mixtral", "deepseek_v3", "glm4_moe", "glm4_moe_lite", "gpt_oss", "olmoe"),
+)
 """Families with experts."""
 
 

@@ -35,7 +35,7 @@ from hybridflow.models.files.probe import probe_policy
 from hybridflow.models.files.progress import without_progress_bars
 from hybridflow.models.float64 import recompute_in_float64
 from hybridflow.models.liger import patch_liger, use_liger_kernels
-from hybridflow.models.policy import PolicyModel
+from hybridflow.models.policy import PolicyModel, check_attention
 from hybridflow.models.score import HEAD_NAMES, ScoreModel, head_name, is_head
 from hybridflow.models.value import ValueModel
 from hybridflow.models.vision import language_class
@@ -259,6 +259,8 @@ def checked_config(
                 f"model {path!r} has model_type {config.model_type!r}, which is no {meant} of transformers "
                 f"({reader.__name__})"
             )
+    if type(config) in auto_class("policy", config)._model_mapping:  # other classes come with their code
+        check_attention(auto_class("policy", config)._model_mapping[type(config)], config)
     architecture = "".join(config.architectures or ())
     if kind in ("score", "token_score") and "Classification" not in architecture:
         config.num_labels = 1

@@ -2,13 +2,15 @@
 
 Rows of different length are packed, and their last tokens decoded from a key-value cache; the log-probs are
 compared with those of each row alone under transformers' own eager attention. A layer that never calls the
-attention function, or an architecture whose rows see each other when packed (recurrent and linear-attention
-layers), is found here and not in a run that quietly learns from wrong log-probs.
+attention function, an architecture whose rows see each other when packed (recurrent and linear-attention
+layers), or one that hides old tokens by a mask of its own, is found here and not in a run that quietly learns
+from wrong log-probs.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -32,6 +34,10 @@ from hybridflow.protocol.prompt import Medium, make_position_ids
 logger = logging.getLogger(__name__)
 
 _LENGTHS = (7, 12, 4)
+_NEWEST = 4
+"""Tokens that a query sees in the probe where a layer hides older ones: two of the rows are longer."""
+_HIDING = ("sliding_window", "attention_chunk_size", "index_topk")
+"""Settings of configurations and layers by which a query sees a part of a long row."""
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.1}
 
 
@@ -59,9 +65,17 @@ def probe_policy(policy: PolicyModel, tolerance: float | None = None) -> float:
     kernels: dict[str, list[int]] = {}
     with _probing(policy):
         rows = _rows(policy)
-        packed = _packed(policy, rows, kernels)
-        cached = _cached(policy, rows)
         alone = _alone(policy, rows)
+        try:
+            packed = _packed(policy, rows, kernels)
+            cached = _cached(policy, rows)
+        except torch.OutOfMemoryError:
+            raise
+        except (AttributeError, LookupError, TypeError, ValueError, RuntimeError) as error:
+            raise ModelError(
+                f"{type(policy.hf).__name__} fails where rows are packed and masks are the layout's, so it "
+                f"cannot be trained here: {type(error).__name__}: {error}"
+            ) from error
     by_kernel = (f"{kernel} in layers {_ranges(layers)}" for kernel, layers in kernels.items())
     logger.info("%s: attention by %s", type(policy.hf).__name__, "; ".join(by_kernel))
     if not all(bool(row.isfinite().all()) for row in alone):
@@ -111,16 +125,39 @@ def probe_log_probs(policy: PolicyModel) -> Tensor:
 
 @contextmanager
 def _probing(policy: PolicyModel) -> Iterator[None]:
-    """Compute without dropout, and with all tokens: transformers knows none that is never sampled."""
+    """Compute without dropout, with narrow windows, and with all tokens: transformers knows none that is
+    never sampled.
+    """
     was_training = policy.training
     transform = policy.transform
     policy.eval()
     policy.transform = replace(transform, forbidden=())
+    wide = _hiding(policy)
+    for holder, name, _ in wide:
+        setattr(holder, name, _NEWEST)
     try:
         yield
     finally:
+        for holder, name, width in wide:
+            setattr(holder, name, width)
         policy.transform = transform
         policy.train(was_training)
+
+
+def _hiding(policy: PolicyModel) -> list[tuple[object, str, int]]:
+    """Return (configuration or layer, setting, its value) of whatever hides tokens in rows of full length."""
+    text = policy.config.get_text_config()
+    longest = getattr(text, "max_position_embeddings", None) or math.inf
+    holders: dict[int, object] = {id(text): text}
+    for module in policy.modules():
+        holders |= {id(each): each for each in (module, getattr(module, "config", None)) if each is not None}
+    found: list[tuple[object, str, int]] = []
+    for holder in holders.values():
+        for name in _HIDING:
+            width = vars(holder).get(name)
+            if isinstance(width, int) and _NEWEST < width < longest:
+                found.append((holder, name, width))
+    return found
 
 
 def probe_tolerance(dtype: torch.dtype) -> float:

@@ -93,16 +93,18 @@ def size_of(
         root = _count(outside, cut, experts)
     text = shape.get_text_config()
     heads = text.num_attention_heads
-    hidden = text.hidden_size
+    latent = getattr(text, "kv_lora_rank", None)
     return ModelSize(
         whole,
         root,
         block,
         num_layers=text.num_hidden_layers,
-        hidden_size=hidden,
+        hidden_size=text.hidden_size,
         intermediate_size=mlp_width(shape),
-        num_kv_heads=getattr(text, "num_key_value_heads", None) or heads,
-        head_dim=getattr(text, "head_dim", None) or hidden // heads,
+        num_heads=heads,
+        # latent attention (MLA) hands each head a key and a value of its own
+        num_kv_heads=heads if latent else getattr(text, "num_key_value_heads", None) or heads,
+        head_dim=_attention_width(text) // (2 * heads),
         vocab_size=text.vocab_size,
         itemsize=compute.itemsize,
         active=active,

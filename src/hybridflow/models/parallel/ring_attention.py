@@ -23,13 +23,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from hybridflow.distributed.accelerators import RING_QUERIES
 from hybridflow.models.attention.scores import Scores
 
 if TYPE_CHECKING:
     from hybridflow.models.experts.routing import RouteTape
 
-QUERIES = 512
-"""Queries that are scored at a time, which bounds the memory of scores."""
+QUERIES = RING_QUERIES
+"""Queries that are scored at a time, which bounds the memory of scores (`config --explain` counts them)."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class _Ring(torch.autograd.Function):
                 weights, _ = _scores(query[:, queries], keys[:, span], block, how)
                 before = sums[:, queries]
                 after = torch.logaddexp(before, weights.logsumexp(-1).flatten(0, 1))
-                weights = (weights - after.unflatten(0, weights.shape[:2])[..., None]).exp_()
+                weights.sub_(after.unflatten(0, weights.shape[:2])[..., None]).exp_()
                 found = _grouped(weights.to(value.dtype)) @ values[:, span]
                 out[:, queries] *= (before - after).exp_()[..., None]
                 out[:, queries] += found.reshape(heads, -1, found.shape[-1])
@@ -145,13 +146,13 @@ class _Ring(torch.autograd.Function):
             for block in _blocks(pieces, ctx.how.sliding_window):
                 queries = block.piece.queries
                 span = block.piece.keys
-                logits, slope = _scores(query[:, queries], keys[:, span], block, ctx.how)
-                weights = (logits - _by_group(sums[:, queries], kv_heads)[..., None]).exp_()
+                weights, slope = _scores(query[:, queries], keys[:, span], block, ctx.how)
+                weights.sub_(_by_group(sums[:, queries], kv_heads)[..., None]).exp_()
                 above = _by_group(grad[:, queries], kv_heads)
                 of_values[:, span] += (_grouped(weights.to(grad.dtype)).mT @ _grouped(above)).to(wide)
-                of_weights = (_grouped(above) @ values[:, span].mT).reshape(weights.shape)
-                of_logits = weights * (of_weights - _by_group(overlap[:, queries], kv_heads)[..., None])
-                of_scores = _grouped((of_logits * slope).to(query.dtype))
+                of_weights = (_grouped(above) @ values[:, span].mT).reshape(weights.shape).to(wide)
+                of_logits = of_weights.sub_(_by_group(overlap[:, queries], kv_heads)[..., None]).mul_(weights)
+                of_scores = _grouped(of_logits.mul_(slope).to(query.dtype))
                 of_query[:, queries] += (of_scores @ keys[:, span]).reshape(len(query), -1, split[0]).to(wide)
                 of_keys[:, span] += (of_scores.mT @ _grouped(_by_group(query[:, queries], kv_heads))).to(wide)
             if coming is not None:
@@ -207,7 +208,7 @@ def _scores(query: Tensor, key: Tensor, block: Block, how: Scores) -> tuple[Tens
     kv_heads = key.shape[0]
     scaling = query.shape[-1] ** -0.5 if how.scaling is None else how.scaling
     grouped = _by_group(query, kv_heads)
-    logits = (_grouped(grouped) @ key.mT).reshape(*grouped.shape[:3], key.shape[1]) * scaling
+    logits = (_grouped(grouped) @ key.mT).reshape(*grouped.shape[:3], key.shape[1]).mul_(scaling)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     slope: Tensor | float = scaling
     if how.softcap is not None:
@@ -220,7 +221,7 @@ def _scores(query: Tensor, key: Tensor, block: Block, how: Scores) -> tuple[Tens
         hidden = behind < 0
         if block.window is not None:
             hidden |= behind >= block.window
-        logits = logits.masked_fill(hidden, float("-inf"))
+        logits.masked_fill_(hidden, float("-inf"))
     return logits, slope
 
 

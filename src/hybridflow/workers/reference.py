@@ -12,10 +12,10 @@ from contextlib import nullcontext
 from hybridflow.controller import Dispatch, register
 from hybridflow.engines import BatchLimits, OutputSpec, TrainEngine
 from hybridflow.errors import ModelError
-from hybridflow.models.heads.full_kl import HeadInputs
+from hybridflow.models.heads.divergence import HeadInputs
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol import DataProto
-from hybridflow.protocol.packing import PackedBatch
+from hybridflow.protocol.packing import TOP_OUTCOMES, PackedBatch
 from hybridflow.workers.actor import POLICY_COLUMNS
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
@@ -44,7 +44,8 @@ class ReferenceWorker(StatefulWorker):
     only.
 
     With `without_adapters` the engine is that of an actor in training by LoRA; the base of that model, which
-    never changes, is the reference.
+    never changes, is the reference. `top` is how many most likely tokens are told of each distribution, and
+    below which token id.
     """
 
     def __init__(
@@ -55,9 +56,10 @@ class ReferenceWorker(StatefulWorker):
         limits: BatchLimits,
         column: str = "ref_log_prob",
         without_adapters: bool = False,
+        top: tuple[int, int] = (0, 0),
     ) -> None:
         super().__init__(engine)
-        self.spec = OutputSpec(log_probs=True, temperature=temperature)
+        self.spec = OutputSpec(log_probs=True, top_outcomes=top[0], top_below=top[1], temperature=temperature)
         self.limits = limits
         self.column = column
         self.without_adapters = without_adapters
@@ -65,14 +67,20 @@ class ReferenceWorker(StatefulWorker):
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
         reads=POLICY_COLUMNS,
-        writes=("ref_log_prob", "teacher_log_probs"),
+        writes=("ref_log_prob", "teacher_log_probs", TOP_OUTCOMES),
     )
     def log_probs(self, batch: DataProto) -> DataProto:
-        """One column [B, R] float32 nats: log-probs of the responses at the rollout's temperature."""
+        """One column [B, R] float32 nats: log-probs of the responses at the rollout's temperature.
+
+        Where `top` asks for them, the most likely tokens are one more, [B, R, 2k + 1].
+        """
         check_token_ids(batch, self.engine)
         with self.engine.without_adapters() if self.without_adapters else nullcontext():
             outputs = self.engine.forward(batch, self.spec, self.limits)
-        return DataProto.from_dict({self.column: outputs["log_probs"]})
+        columns = {self.column: outputs["log_probs"]}
+        if "top_outcomes" in outputs:
+            columns[TOP_OUTCOMES] = outputs["top_outcomes"].float()
+        return DataProto.from_dict(columns)
 
 
 class ReferenceHead:
@@ -108,9 +116,9 @@ class ReferenceGroup(StatefulGroup[ReferenceWorker]):
         """See `ReferenceWorker.log_probs`."""
         return self.call(ReferenceWorker.log_probs, batch)
 
-    def keep_log_probs(self, batch: DataProto) -> DataProto:
-        """Compute `column` as `log_probs` does, and leave it with the workers."""
-        return self.call_and_keep(ReferenceWorker.log_probs, [self.column], batch)
+    def keep_log_probs(self, batch: DataProto, *also: str) -> DataProto:
+        """Compute `column`, and those of `also`, as `log_probs` does, and leave them with the workers."""
+        return self.call_and_keep(ReferenceWorker.log_probs, [self.column, *also], batch)
 
 
 class TeacherGroup(ReferenceGroup):

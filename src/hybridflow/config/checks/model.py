@@ -15,7 +15,7 @@ from typing import Any
 
 from hybridflow.config.checks.paths import first_row
 from hybridflow.config.model import NUMBERS_OF_EXPERTS, TOKENIZER_FILES, FSDPConfig, ModelConfig
-from hybridflow.config.needs import built_models, reads_text_alone
+from hybridflow.config.needs import built_models, reads_text_alone, teacher_reader
 from hybridflow.config.paths import is_remote, is_written_as_path, local
 from hybridflow.config.root import PPOConfig, SFTConfig
 
@@ -40,7 +40,7 @@ def model_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
                 yield from _heads(_sizes(model), rollout.tensor_model_parallel_size, key, block, model)
         if isinstance(config, PPOConfig) and block == TEACHER and not model.path:
             yield (
-                f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs a teacher, and "
+                f"{teacher_reader(config)} needs a teacher, and "
                 f"{TEACHER}.path is not set: give a Hugging Face folder or a hub name of a model with the "
                 "same tokenizer"
             )

@@ -352,6 +352,7 @@ NOTHING: Mapping[str, str] = {
     "global_profiler.*": "what is recorded of some steps",
     "distillation.enabled": "says again that there is a teacher",
     f"{DIVERGENCE}.use_policy_gradient": "says again what loss_mode is",
+    "distillation.teachers": "which models teach which rows",
     "distillation.teacher_model.*": "which model the teacher is",
     "actor_rollout_ref.ref.*": "which model the reference is, its layout, and tokens of one pass",
     "engine.*": "layout over processes and memory",

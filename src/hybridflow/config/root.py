@@ -172,6 +172,12 @@ class DistillationConfig:
         "reads one.",
     )
     teacher_model: ModelConfig = group(ModelConfig)
+    teachers: dict[str, str] = key(
+        {},
+        "Further teachers: by the data source of the rows that they teach, Hugging Face folders or hub "
+        "names, for example {openai/gsm8k: PATH}. All other rows have teacher_model, whose dtype and further "
+        "keys are those of every teacher.",
+    )
     distillation_loss: DistillationLossConfig = group(DistillationLossConfig)
     log_prob_max_token_len_per_gpu: int | None = key(
         None,

@@ -7,12 +7,14 @@ has the actor's vocabulary and its own weights, which never change.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 
 from hybridflow.controller import Dispatch, register
 from hybridflow.engines import BatchLimits, OutputSpec, TrainEngine
 from hybridflow.errors import ModelError
 from hybridflow.models.heads.divergence import HeadInputs
+from hybridflow.models.output_spec import Outputs
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import TOP_OUTCOMES, PackedBatch
@@ -45,7 +47,8 @@ class ReferenceWorker(StatefulWorker):
 
     With `without_adapters` the engine is that of an actor in training by LoRA; the base of that model, which
     never changes, is the reference. `top` is how many most likely tokens are told of each distribution, and
-    below which token id.
+    below which token id. `others` are the engines of
+    rows of other data sources than those of `engine`.
     """
 
     def __init__(
@@ -57,12 +60,14 @@ class ReferenceWorker(StatefulWorker):
         column: str = "ref_log_prob",
         without_adapters: bool = False,
         top: tuple[int, int] = (0, 0),
+        others: Mapping[str, TrainEngine] | None = None,
     ) -> None:
         super().__init__(engine)
         self.spec = OutputSpec(log_probs=True, top_outcomes=top[0], top_below=top[1], temperature=temperature)
         self.limits = limits
         self.column = column
         self.without_adapters = without_adapters
+        self.others = others or {}
 
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
@@ -74,9 +79,24 @@ class ReferenceWorker(StatefulWorker):
 
         Where `top` asks for them, the most likely tokens are one more, [B, R, 2k + 1].
         """
-        check_token_ids(batch, self.engine)
-        with self.engine.without_adapters() if self.without_adapters else nullcontext():
-            outputs = self.engine.forward(batch, self.spec, self.limits)
+        if not self.others:
+            check_token_ids(batch, self.engine)
+            with self.engine.without_adapters() if self.without_adapters else nullcontext():
+                outputs = self.engine.forward(batch, self.spec, self.limits)
+            return self._columns(outputs)
+        sources = batch.non_tensor_batch["data_source"]
+        of_rows = [source if source in self.others else None for source in sources]
+        parts: list[DataProto] = []
+        order: list[int] = []
+        for name, engine in ((None, self.engine), *self.others.items()):  # in one order on all ranks
+            places = [place for place, each in enumerate(of_rows) if each == name]
+            rows = batch.select_idxs(places)
+            check_token_ids(rows, engine)
+            parts.append(self._columns(engine.forward(rows, self.spec, self.limits)))
+            order += places
+        return DataProto.concat(parts).select_idxs(sorted(range(len(order)), key=order.__getitem__))
+
+    def _columns(self, outputs: Outputs) -> DataProto:
         columns = {self.column: outputs["log_probs"]}
         if "top_outcomes" in outputs:
             columns[TOP_OUTCOMES] = outputs["top_outcomes"].float()

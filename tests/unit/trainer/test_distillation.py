@@ -15,6 +15,7 @@ from hybridflow.config.model import FSDPConfig, OptimConfig
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.engines import BatchLimits, OutputSpec
 from hybridflow.engines.build import build_engine
+from hybridflow.errors import ConfigError
 from hybridflow.models.heads.divergence import DivergenceSpec
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
@@ -112,6 +113,17 @@ def test_task_rewards_are_kept_beside_it(model: Path, teacher: Path, tmp_path: P
     with build(ppo_config(model, tmp_path / "run", *settings, *more)) as trainer:
         found = trainer.step(trainer.source.next(1).rows, 1)[1].to_floats()
     assert "actor/pg_loss" in found and found[NAME] > 0
+
+
+def test_a_teacher_of_the_rows_data_source(model: Path, teacher: Path, tmp_path: Path) -> None:
+    told = (f"{LOSS}.loss_mode=forward_kl_topk", f"{LOSS}.topk=5")
+    named = f"distillation.teachers={{arithmetic_chain: '{teacher}'}}"
+    found, _ = first_steps(model, model, tmp_path / "named", *told, named)
+    alone, _ = first_steps(model, teacher, tmp_path / "alone", *told)
+    assert [one[NAME] for one in found] == [one[NAME] for one in alone]
+    named = f"distillation.teachers={{maths: '{teacher}'}}"
+    with pytest.raises(ConfigError, match="no row has the data source maths; the data has arithmetic_chain"):
+        first_steps(model, model, tmp_path / "no", *told, named)
 
 
 def engine_of(folder: str, world_size: int, lr: float | None, sequence: int = 1) -> Any:

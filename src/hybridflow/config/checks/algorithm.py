@@ -220,6 +220,11 @@ def distillation_problems(config: PPOConfig) -> Iterator[str]:
     placed = config.trainer.placement
     if has_divergence(config) and not tells_top_outcomes(config):
         mode = config.distillation.distillation_loss.loss_mode
+        if config.distillation.teachers:
+            yield (
+                f"{block}.distillation_loss.loss_mode={mode} computes one teacher beside the actor, and "
+                f"{block}.teachers has others: set loss_mode={mode}_topk, or leave them out"
+            )
         if placed.get("teacher", "") != placed.get("actor", ""):
             yield (
                 f"{block}.distillation_loss.loss_mode={mode} computes the teacher in the actor's processes, "

@@ -5,7 +5,7 @@ RunFacts ─► WorkerHost of a process asks for a role ─► engine on the dev
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hybridflow.config import PPOConfig
@@ -152,6 +152,10 @@ class RoleBuilders:
             self._actor_engine().policy.teacher = self._head_beside_actor(
                 engine, f"distillation.distillation_loss.loss_mode={loss.loss_mode}", f"{loss.loss_mode}_topk"
             )
+        others = {}
+        for name, path in config.teachers.items():
+            others[name] = self._engine("policy", "teacher", None, 0, None, path)
+            self._check_vocabulary(others[name], f"distillation.teachers.{name}")
         limits = BatchLimits(config.log_prob_max_token_len_per_gpu or self._token_cap)
         return ReferenceWorker(
             engine,
@@ -159,6 +163,7 @@ class RoleBuilders:
             limits=limits,
             column=TEACHER_COLUMN,
             top=(told, self.facts.vocabulary),
+            others=others,
         )
 
     def reward_model(self, info: RankInfo) -> RewardModelWorker:
@@ -248,9 +253,14 @@ class RoleBuilders:
         optim: OptimConfig | None,
         updates: int,
         grad_clip: float | None,
+        path: str | None = None,
     ) -> TrainEngine:
-        """The engine of a role, over the processes of its pool; without `optim` it only computes."""
+        """The engine of a role, over the processes of its pool; without `optim` it only computes. `path` is
+        that of another model than the role's own.
+        """
         fsdp, _, model = engine_keys(self.config, role)
+        if path is not None:
+            model = replace(model, path=path)
         trainer = self.config.trainer
         lora = None
         if optim is not None:

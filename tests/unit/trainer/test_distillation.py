@@ -42,6 +42,7 @@ def first_steps(
     path = f"distillation.teacher_model.path='{teacher}'"
     with build(ppo_config(model, run, *TAUGHT, path, *settings)) as trainer:
         batch, first = trainer.step(trainer.source.next(1).rows, 1)
+        batch |= trainer.step.roles.actor.fetch(batch, [TOP_OUTCOMES])
         _, second = trainer.step(trainer.source.next(2).rows, 2)
     return [first.to_floats(), second.to_floats()], batch
 
@@ -83,6 +84,7 @@ def test_it_is_the_mean_over_the_tokens_that_are_learned_from_and_falls(
     with build(ppo_config(model, tmp_path / "run", *TAUGHT, path, *settings)) as trainer:
         prompts = trainer.source.next(1).rows
         batch, metrics = trainer.step(prompts.select_idxs(range(len(prompts))), 1)
+        batch |= trainer.step.roles.actor.fetch(batch, [TOP_OUTCOMES])
         before = metrics.to_floats()[NAME]
         after = trainer.step(prompts, 2)[1].to_floats()[NAME]
     assert after < before

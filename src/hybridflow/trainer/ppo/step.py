@@ -73,7 +73,8 @@ class PPOStep:
     ) -> None:
         """Build the parts of a step. `exact` says whether rollout and actor are in exact mode, in which the
         rollout's log-probs are the actor's. `shows` says for a step whether samples of it are kept token by
-        token: then the batch comes back with all columns, also those that only workers read. `buffer` has the
+        token: then the batch comes back with all columns but the teacher's top outcomes, also those that only
+        workers read. `buffer` has the
         rows of earlier steps that PF-PPO may draw again.
         """
         self.roles = roles
@@ -107,7 +108,8 @@ class PPOStep:
         batch |= identify(batch)  # group_ids, positive
         columns, old = self._passes(batch, step)
         batch |= columns  # old_log_probs, ref_log_prob, teacher_log_probs, teacher_top_outcomes, values
-        batch |= self.roles.actor.fetch(batch, None if self.shows(step) else self.read_here)
+        shown = {*batch.remote} - {TOP_OUTCOMES}  # which nobody looks at, and is 2k + 1 numbers a token
+        batch |= self.roles.actor.fetch(batch, shown if self.shows(step) else self.read_here)
         if self.roles.process_reward:
             with self.timer("process_reward"), self.roles.alone(self.roles.process_reward.role):
                 batch |= self._process_rewards(batch, len(own), step, metrics)  # process_rewards

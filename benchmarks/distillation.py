@@ -62,8 +62,11 @@ def taught(mode: str, student: Path, teacher: Path, run: Path) -> str:
         overrides.append(f"{LOSS}.use_task_rewards=false")
     if mode.endswith("_topk"):
         overrides.append(f"{LOSS}.topk=16")
-    with build(prepare_config(PPOConfig, overrides, recipe="tiny/on_policy_distillation").config) as trainer:
-        trainer.fit()
+    if ACCURACY not in read_metrics(run / "metrics.jsonl").get(STEPS, {}):
+        shutil.rmtree(run, ignore_errors=True)
+        config = prepare_config(PPOConfig, overrides, recipe="tiny/on_policy_distillation").config
+        with build(config) as trainer:
+            trainer.fit()
     found = read_metrics(run / "metrics.jsonl")
     kl = [-found[step]["critic/advantages/mean"] for step in (1, STEPS)]
     right = [found[step][ACCURACY] for step in (0, STEPS)]
@@ -76,12 +79,13 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("teacher", type=Path)
-    parser.add_argument("--work", type=Path, required=True, help="folder of the runs")
+    parser.add_argument("--work", type=Path, required=True, help="folder of the runs; finished ones stay")
     options = parser.parse_args()
-    shutil.rmtree(options.work, ignore_errors=True)
-    student = create_tiny_model(options.work / "student", hidden=64, intermediate=192, seed=1)
-    warm = warm_up(student, options.work / "sft", seed=1, options=WarmUpOptions(0.9, max_steps=SFT_STEPS))
-    lines = [taught(mode, warm.model, options.teacher, options.work / mode) for mode in MODES]
+    student = options.work / "sft" / "model"
+    if not student.exists():
+        random = create_tiny_model(options.work / "random", hidden=64, intermediate=192, seed=1)
+        warm_up(random, options.work / "sft", seed=1, options=WarmUpOptions(0.9, max_steps=SFT_STEPS))
+    lines = [taught(mode, student, options.teacher, options.work / mode) for mode in MODES]
     TARGET.write_text(HEAD + "".join(lines), encoding="utf-8")
     print(TARGET.read_text(encoding="utf-8"))
 

@@ -16,6 +16,7 @@ LOSS = f"{ACTOR}.policy_loss"
 MODEL = "actor_rollout_ref.model"
 ROLLOUT = "actor_rollout_ref.rollout"
 VALIDATION = f"{ROLLOUT}.val_kwargs"
+DIVERGENCE = "distillation.distillation_loss"
 CORRECTION = "algorithm.rollout_correction"
 GROUPS = "algorithm.filter_groups"
 PROCESS = "reward.process_reward_model"
@@ -153,7 +154,13 @@ COVARIANCES: Settings = {
     f"{LOSS}.clip_cov_ub": 9.0,
 }
 
+TEACHER: Settings = {
+    ESTIMATOR: "on_policy_distillation",
+    "distillation.teacher_model.path": "{folder}/teacher",
+}
+
 ROLES: Mapping[str, Settings] = {
+    f"{DIVERGENCE}.": {**TEACHER, f"{DIVERGENCE}.loss_mode": "jsd_topk", f"{DIVERGENCE}.topk": 4},
     "critic.": {ESTIMATOR: "gae", "critic.optim.lr": 3e-3},
     f"{PROCESS}.": {
         ESTIMATOR: "prime",
@@ -169,7 +176,7 @@ FOR_ESTIMATORS: Mapping[str, Settings] = {
     "sppo": {f"{LOSS}.loss_mode": "sppo"},
     "online_dpo": {f"{LOSS}.loss_mode": "dpo"},
     "spin": {f"{LOSS}.loss_mode": "dpo"},
-    "on_policy_distillation": {"distillation.teacher_model.path": "{folder}/teacher"},
+    "on_policy_distillation": TEACHER,
 }
 FOR_LOSSES: Mapping[str, Settings] = {
     "sppo": {ESTIMATOR: "sppo"},
@@ -324,6 +331,8 @@ TRIALS: Mapping[str, list[Trial]] = {
     f"{JUDGE}.step_reduce": [
         Trial((), {".kind": "token_score", ".model.path": "{folder}/steps", ".step_separator": "N"}),
     ],
+    f"{DIVERGENCE}.jsd_beta": [Trial((0.2,))],
+    f"{DIVERGENCE}.loss_max_clamp": [Trial((0.01,))],
     "trainer.critic_warmup": [Trial((1,), {ESTIMATOR: "gae", STEPS: 2})],
     "trainer.grad_clip": [Trial((1e-3,)), Trial((None,), {".grad_clip": 1e-3}, alone=False)],
     "algorithm.loss": [Trial()],
@@ -341,7 +350,10 @@ NOTHING: Mapping[str, str] = {
     "trainer.*": "length of the run, machine, logging, checkpoints; the order of work has tests of its own",
     "ray_kwargs.*": "processes of the cluster",
     "global_profiler.*": "what is recorded of some steps",
-    "distillation.*": "which model the teacher is, and tokens of one pass",
+    "distillation.enabled": "says again that there is a teacher",
+    f"{DIVERGENCE}.use_policy_gradient": "says again what loss_mode is",
+    "distillation.teachers": "which models teach which rows",
+    "distillation.teacher_model.*": "which model the teacher is",
     "actor_rollout_ref.ref.*": "which model the reference is, its layout, and tokens of one pass",
     "engine.*": "layout over processes and memory",
     "*.fsdp_config.*": "layout over processes and memory: the same up to rounding (cluster_parity.md)",

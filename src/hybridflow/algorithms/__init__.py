@@ -5,7 +5,7 @@ arguments.
     advantages/          token rewards -> advantages, returns      one estimator a file
     policy_losses/       log-probs, advantages -> loss             one loss a file
     preference.py        numbers of two responses -> loss
-    value_loss, positive_examples, kl                              the other terms, and the KL controllers
+    value_loss, positive_examples, kl, divergence                  the other terms, and the KL controllers
     rollout_correction   two policies -> weights, rejection, metrics
     process_reward       PRIME's rewards of tokens, and the loss of their model
     resampling           scores -> rows drawn with replacement

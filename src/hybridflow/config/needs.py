@@ -59,9 +59,28 @@ def has_own_reference(config: PPOConfig) -> bool:
 
 
 def needs_teacher(config: PPOConfig) -> bool:
-    """Return whether the estimator reads the log-probs of a teacher."""
+    """Return whether the estimator or the loss reads a teacher."""
     estimator = estimator_facts(config)
-    return estimator is not None and estimator.teacher
+    return (estimator is not None and estimator.teacher) or has_divergence(config)
+
+
+def has_divergence(config: PPOConfig) -> bool:
+    """Return whether the loss has a divergence from a teacher."""
+    return config.distillation.distillation_loss.loss_mode != "k1"
+
+
+def teacher_reader(config: PPOConfig) -> str:
+    """Return the key, with its value, by which the run reads a teacher."""
+    if has_divergence(config):
+        return f"distillation.distillation_loss.loss_mode={config.distillation.distillation_loss.loss_mode}"
+    return f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
+
+
+def tells_top_outcomes(config: PPOConfig) -> bool:
+    """Return whether the teacher tells its most likely tokens; of another divergence it computes beside the
+    actor.
+    """
+    return config.distillation.distillation_loss.loss_mode.endswith("_topk")
 
 
 def built_models(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, ModelConfig, FSDPConfig | None]]:

@@ -20,7 +20,7 @@ from hybridflow.config.model import (
     ShardedLearnerConfig,
 )
 from hybridflow.config.reward import RewardConfig
-from hybridflow.config.schema import divides, group, key
+from hybridflow.config.schema import divides, excludes, group, key, needs, read_by
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
 
 SECOND = (2,)
@@ -88,11 +88,97 @@ class ProfilerConfig:
     save_path: str | None = key(None, "Folder of the traces; null: profile/ in the run folder.")
 
 
+NO_DIVERGENCE = read_by(
+    ".loss_mode!=k1", "k1 is the estimator on_policy_distillation and has no loss of its own"
+)
+OF_TOP_K = read_by(
+    ".loss_mode=forward_kl_topk|reverse_kl_topk|jsd_topk",
+    "the other losses read the whole vocabulary, or no divergence",
+)
+WHOLE_HEADS = tuple(
+    excludes(
+        f"actor_rollout_ref.actor.fsdp_config.{name}_parallel_size>1",
+        "a divergence is computed where the head is whole on each rank",
+        at="!=k1",
+    )
+    for name in ("tensor", "pipeline")
+)
+
+
+@dataclass(frozen=True)
+class DistillationLossConfig:
+    """The loss of distillation: a divergence between the whole distributions of student and teacher."""
+
+    loss_mode: Literal[
+        "k1", "forward_kl", "reverse_kl", "jsd", "forward_kl_topk", "reverse_kl_topk", "jsd_topk"
+    ] = key(
+        "k1",
+        "Divergence in the actor's loss: forward_kl is KL(teacher ‖ student), reverse_kl KL(student ‖ "
+        "teacher), jsd lies between them (jsd_beta), each over the whole vocabulary or with _topk over the "
+        "teacher's most likely tokens; k1: none, adv_estimator=on_policy_distillation alone reads the "
+        "teacher.",
+        *WHOLE_HEADS,
+    )
+    topk: int = key(
+        128,
+        "The teacher's most likely tokens that a loss_mode with _topk compares.",
+        OF_TOP_K,
+        minimum=1,
+    )
+    tail: Literal["bucket", "renormalize"] = key(
+        "bucket",
+        "What becomes of the tokens outside of the top k: bucket counts them together as one more token; "
+        "renormalize leaves them out and compares both distributions among the k alone.",
+        OF_TOP_K,
+    )
+    jsd_beta: float = key(
+        0.5,
+        "The teacher's part in the mixture that jsd compares with: near 0 it acts as forward_kl, near 1 as "
+        "reverse_kl.",
+        read_by(".loss_mode=jsd|jsd_topk", "the other losses have no mixture"),
+        above=0,
+        below=1,
+    )
+    distillation_loss_coef: float = key(1.0, "Weight of the divergence in the loss.", NO_DIVERGENCE, above=0)
+    loss_max_clamp: float | None = key(
+        None,
+        "Largest divergence of a token, in nats: a token above it counts as much and has no gradient; null: "
+        "no limit.",
+        NO_DIVERGENCE,
+        above=0,
+    )
+    use_task_rewards: bool = key(
+        True,
+        "Keep the policy loss on the estimator's advantages beside the divergence; false: the divergence "
+        "takes its place.",
+        NO_DIVERGENCE,
+    )
+    use_policy_gradient: bool | None = key(
+        None,
+        "What a script of verl says of loss_mode, which is a policy gradient for k1 and differentiated "
+        "itself otherwise; null: that.",
+        needs(".loss_mode=k1", "a divergence is differentiated itself", at="=true"),
+        needs(".loss_mode!=k1", "k1 is a policy gradient", at="=false"),
+    )
+
+
 @dataclass(frozen=True)
 class DistillationConfig:
     """The teacher of on-policy distillation."""
 
+    enabled: bool | None = key(
+        None,
+        "Whether the run has a teacher; null: it has one where adv_estimator or distillation_loss.loss_mode "
+        "reads one.",
+    )
     teacher_model: ModelConfig = group(ModelConfig)
+    teachers: dict[str, str] = key(
+        {},
+        "Further teachers: by the data source of the rows that they teach, Hugging Face folders or hub "
+        "names, for example {openai/gsm8k: PATH}. All other rows have teacher_model, whose dtype and further "
+        "keys are those of every teacher.",
+    )
+    distillation_loss: DistillationLossConfig = group(DistillationLossConfig)
     log_prob_max_token_len_per_gpu: int | None = key(
         None,
         "Largest number of tokens in one forward pass of the teacher; null: the actor's limit.",

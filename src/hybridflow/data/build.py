@@ -56,6 +56,13 @@ class PromptData:
         }
 
     @property
+    def data_sources(self) -> set[str] | None:
+        """Data sources of the training rows; None where the dataset is not the built-in one."""
+        if self.train_loader is None or not isinstance(self.train_loader.dataset, PromptDataset):
+            return None
+        return self.train_loader.dataset.data_sources
+
+    @property
     def has_media(self) -> bool:
         """Whether a row of a built-in dataset has pictures or videos."""
         loader = self.train_loader

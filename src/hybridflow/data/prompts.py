@@ -86,6 +86,8 @@ class PromptDataset:
         self._template = ChatTemplate(tokenizer, config.apply_chat_template_kwargs)
         self.agent_names: set[str] = set()
         """Names in the column `agent_name`."""
+        self.data_sources: set[str] = set()
+        """Data sources of the rows."""
         self._kept: list[int] = []
         self._ids = RaggedInts()
         self._with_media: set[int] = set()
@@ -165,7 +167,9 @@ class PromptDataset:
         def encode(index: int, row: Row) -> Expanded:
             if row.get("agent_name"):
                 self.agent_names.add(str(row["agent_name"]))
-            return self._encode_row(complete_row(row, index, self.config))
+            complete = complete_row(row, index, self.config)
+            self.data_sources.add(complete["data_source"])
+            return self._encode_row(complete)
 
         for index, encoded in report.encoded(self.rows, encode):
             ids = encoded.token_ids

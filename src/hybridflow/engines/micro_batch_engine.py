@@ -146,7 +146,7 @@ class MicroBatchEngine(ABC):
 
     @torch.no_grad()
     def forward(self, rows: DataProto, spec: OutputSpec, limits: BatchLimits) -> Outputs:
-        """Return the answers for all rows without gradients, each [B, R] float on the CPU, but routes.
+        """Return the answers for all rows without gradients, each [B, R, …] float on the CPU, but routes.
 
         Routes are [B, T, W] int16, and `LIVE` on padding. A batch without rows gives none of each.
         """
@@ -163,7 +163,8 @@ class MicroBatchEngine(ABC):
                 size = (*rows.batch["attention_mask"].shape, value.shape[1])
                 results[name] = torch.full(size, LIVE, dtype=value.dtype)
             elif name not in results:
-                results[name] = torch.zeros(rows.batch["response_mask"].shape, dtype=value.dtype)
+                size = (*rows.batch["response_mask"].shape, *value.shape[1:])
+                results[name] = torch.zeros(size, dtype=value.dtype)
             if micro.rows is not None and name == "routes":
                 mask = micro.rows.batch["attention_mask"]
                 results[name][micro.indices] = micro.packed.unpack_tokens(value, mask, LIVE)

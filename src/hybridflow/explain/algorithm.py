@@ -16,12 +16,14 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.explain import CONVERSATION, TURNS, explain
 from hybridflow.config.needs import (
     estimator_facts,
+    has_divergence,
     longest_row,
     loss_facts,
     needs_reference,
     needs_teacher,
     replayed_steps,
     rows_per_prompt,
+    tells_top_outcomes,
     uses_agents,
 )
 from hybridflow.config.thresholds import parse_rejection
@@ -137,7 +139,7 @@ def _kl_in_reward(run: ExplainedRun) -> list[Formula]:
 def _kl_estimator(run: ExplainedRun, key: str) -> Formula:
     kind = run[key]
     if kind == "full":
-        return _known("exact KL over the vocabulary", "models.heads.full_kl:full_kl", run.number("", key))
+        return _known("exact KL over the vocabulary", "models.heads.divergence:full_kl", run.number("", key))
     notes: tuple[str, ...] = ()
     if kind.endswith("+"):
         notes = ("its gradient is that of k2: ½(x − y)²",)
@@ -309,6 +311,17 @@ def _further(run: ExplainedRun) -> Section:
     if run[f"{ACTOR}.use_kl_loss"]:
         lines.append(f"+ {shown(run[f'{ACTOR}.kl_loss_coef'])} · kl, aggregated alike ({ACTOR}.kl_loss_coef)")
         formulas.append(_kl_estimator(run, f"{ACTOR}.kl_loss_type"))
+    if has_divergence(run.config):
+        path = "distillation.distillation_loss"
+        place = "beside the policy loss" if run[f"{path}.use_task_rewards"] else "in place of the policy loss"
+        weight = shown(run[f"{path}.distillation_loss_coef"])
+        lines.append(
+            f"+ {weight} · divergence from the teacher, aggregated alike, {place} "
+            f"({path}.distillation_loss_coef, use_task_rewards)"
+        )
+        names = ["loss_mode", "jsd_beta"] + ["topk", "tail"] * tells_top_outcomes(run.config)
+        numbers = (run.number("", f"{path}.{name}") for name in names)
+        formulas.append(_known("divergence", "algorithms.divergence:divergence", *numbers))
     if run[f"{ACTOR}.positive_lm_loss_coef"]:
         lines.append(
             f"+ {shown(run[f'{ACTOR}.positive_lm_loss_coef'])} · loss of right responses "

@@ -6,8 +6,12 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from hybridflow.models.heads.divergence import DivergenceSpec
+
 Outputs = dict[str, Tensor]
-"""Outputs by the names of the fields of `OutputSpec`: [M] for packed rows, [b, R] for padded ones."""
+"""Outputs by the names of the fields of `OutputSpec`: [M] for packed rows, [b, R] for padded ones; several
+numbers of a token are one more axis.
+"""
 
 
 @dataclass(frozen=True)
@@ -34,5 +38,11 @@ class OutputSpec:
     """Scores of a reward model: of each token, or of each row, at its last token and 0 at the others."""
     full_kl: bool = False
     """KL divergences from the reference over the whole vocabulary, in nats."""
+    divergence: DivergenceSpec | None = None
+    """Divergences from the teacher, in nats; None: they are not wanted."""
+    top_outcomes: int = 0
+    """The number k of most likely tokens that are wanted with their log-probs, [M, 2k + 1]."""
+    top_below: int = 0
+    """The token ids among which they are: those below this one."""
     temperature: float = 1.0
     """Divisor of the logits before any of a policy's numbers are computed."""

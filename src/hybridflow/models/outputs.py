@@ -15,7 +15,7 @@ from hybridflow.protocol.packing import PackedBatch
 
 
 def outputs_of(module: nn.Module, packed: PackedBatch, spec: OutputSpec) -> Outputs:
-    """Return the outputs of `module` for packed rows, each [M] float32 or better."""
+    """Return the outputs of `module` for packed rows, each [M, …] float32 or better."""
     if isinstance(module, ScoreModel):
         assert spec == OutputSpec(scores=True), f"a reward model has scores alone, and is asked {spec}"
         return {"scores": module(packed)}
@@ -32,6 +32,8 @@ def outputs_of(module: nn.Module, packed: PackedBatch, spec: OutputSpec) -> Outp
         with_entropy=spec.entropy,
         with_sum_pi_squared=spec.sum_pi_squared,
         with_full_kl=spec.full_kl,
+        divergence=spec.divergence,
+        top=(spec.top_outcomes, spec.top_below),
     )
     outputs = {name: value for name, value in found._asdict().items() if value is not None}
     if spec.routes:

@@ -26,7 +26,13 @@ from hybridflow.models.experts.layers import ExactExperts
 from hybridflow.models.experts.routing import RouteTape, Routing
 from hybridflow.models.flat_decoder import Decoder, choose_decoder
 from hybridflow.models.float64 import compute_in_float64
-from hybridflow.models.heads.full_kl import HeadInputs, full_kl
+from hybridflow.models.heads.divergence import (
+    DivergenceSpec,
+    HeadInputs,
+    full_kl,
+    head_divergence,
+    top_outcomes,
+)
 from hybridflow.models.heads.log_probs import LogitTransform, Product, TokenOutputs, token_log_probs
 from hybridflow.models.lean_backward import keep_gates_lean
 from hybridflow.models.norms import join_norms
@@ -62,6 +68,8 @@ class PolicyModel(nn.Module):
     """Whether these ranks attend in a ring instead of exchanging heads."""
     reference: Callable[[PackedBatch], HeadInputs] | None = None
     """Gives the reference's states and head for the KL over the whole vocabulary, where a run asks for it."""
+    teacher: Callable[[PackedBatch], HeadInputs] | None = None
+    """Gives those of the teacher of a divergence over the whole vocabulary."""
     is_sharded = False
     """Whether each rank holds a part of the parameters, which are gathered for a pass."""
     source_dtype: torch.dtype | None = None
@@ -164,11 +172,15 @@ class PolicyModel(nn.Module):
         with_entropy: bool = False,
         with_sum_pi_squared: bool = False,
         with_full_kl: bool = False,
+        divergence: DivergenceSpec | None = None,
+        top: tuple[int, int] = (0, 0),
     ) -> TokenOutputs:
         """Return log-probs [M] of `packed.targets` and, on request, entropy and Σπ² [M] of the distributions.
 
-        With `with_full_kl` the KL divergence from `reference` [M] over the whole vocabulary is one more.
-        Only the M predicting positions go through the head, a chunk at a time.
+        With `with_full_kl` the KL divergence from `reference` [M] over the whole vocabulary is one more, and
+        with `divergence` that from the teacher, who has told the rows' top outcomes or is `teacher` itself.
+        `top` is how many most likely tokens are wanted and below which id. Only the M predicting positions go
+        through the head, a chunk at a time.
         """
         cut = sequence_cut(packed, self.sequence_group, self.config, self.sequence_ring)
         if self.routing is not None:
@@ -180,10 +192,21 @@ class PolicyModel(nn.Module):
             targets = targets[cut.own]
         targets = targets.to(states.device)
         kl: Tensor | None = None
+        apart: Tensor | None = None
+        outcomes: Tensor | None = None
+        inputs = HeadInputs(states, head.weight, head.bias, self.transform)
         if with_full_kl:
             assert self.reference is not None, "the reference has to be set before a KL from it is computed"
-            inputs = HeadInputs(states, head.weight, head.bias, self.transform)
             kl = full_kl(inputs, self.reference(packed), temperature)
+        if divergence is not None and packed.top_outcomes is not None:
+            told = packed.top_outcomes.to(states.device)
+            apart = head_divergence(inputs, told if cut is None else told[cut.own], divergence, temperature)
+        elif divergence is not None and self.teacher is not None:
+            apart = head_divergence(inputs, self.teacher(packed), divergence, temperature)
+        elif divergence is not None:  # the rows of a dummy have no teacher
+            apart = states.new_zeros(len(states), dtype=torch.promote_types(states.dtype, torch.float32))
+        if top[0]:
+            outcomes = top_outcomes(inputs, *top, temperature)
         chunk_step = 1
         product: Product = linear
         if self.exact is not None:
@@ -207,7 +230,7 @@ class PolicyModel(nn.Module):
         )
         if self.exact is not None:
             outputs = outputs.first(packed.targets.shape[0])
-        outputs = outputs._replace(full_kl=kl)
+        outputs = outputs._replace(full_kl=kl, divergence=apart, top_outcomes=outcomes)
         if cut is not None:
             outputs = cut.gather_outputs(outputs)
         return outputs

@@ -66,6 +66,8 @@ old_log_probs | B,R | float32 | nats | actor | policy losses, correction | log-p
 entropys | B,R | float32 | nats | actor | metrics | entropy of the distribution that sampled the token
 sum_pi_squared | B,R | float32 | | actor | advantages | sum of squared probabilities over the vocabulary
 teacher_log_probs | B,R | float32 | nats | teacher | advantages | log-probabilities of the teacher
+teacher_top_outcomes | B,R | float32 | id, nats | teacher | actor | \
+[B, R, 2k + 1]: ids of the teacher's k most likely tokens, their log-probabilities and that of all others
 ref_log_prob | B,R | float32 | nats | reference | KL penalty, KL loss | log-probabilities of the reference
 ref_log_prob_sum | B | float32 | nats | reference | preference losses | \
 sum of the reference's log-probabilities over the tokens of loss_mask

@@ -33,6 +33,8 @@ class PlacedMedium:
 
 ROUTES = "routed_experts"
 """The column of the experts that tokens went to; see the field table."""
+TOP_OUTCOMES = "teacher_top_outcomes"
+"""The column of the teacher's most likely tokens; see the field table."""
 
 
 @dataclass(frozen=True)
@@ -70,6 +72,8 @@ class PackedBatch:
     """
     routes: Tensor | None = None
     """[N, W] int16: the experts of each token as the column `routed_experts` has them; None without it."""
+    top_outcomes: Tensor | None = None
+    """[M, 2k + 1] float32: the teacher's most likely tokens at each target; None without the column."""
     media: tuple[PlacedMedium, ...] = ()
     """The media of all rows, with their values on the CPU."""
 
@@ -79,8 +83,8 @@ class PackedBatch:
         return int(self.input_ids.shape[0])
 
     def unpack(self, values: Tensor, fill: float = 0.0) -> Tensor:
-        """Values [M] at their places in [B, R], `fill` elsewhere; gradients flow back to `values`."""
-        out = torch.full(self.shape, fill, dtype=values.dtype, device=values.device)
+        """Values [M, …] at their places in [B, R, …], `fill` elsewhere; gradients flow back to `values`."""
+        out = torch.full((*self.shape, *values.shape[1:]), fill, dtype=values.dtype, device=values.device)
         return out.index_put((self.rows.to(values.device), self.columns.to(values.device)), values)
 
     def gather(self, field: Tensor) -> Tensor:
@@ -89,8 +93,8 @@ class PackedBatch:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a forward pass reads on its device, by name of the field."""
-        names = ("input_ids", "position_ids", "predict_index", "targets", "rows", "columns", "routes")
-        found = {name: getattr(self, name) for name in names}
+        names = ("input_ids", "position_ids", "predict_index", "targets", "rows", "columns")
+        found = {name: getattr(self, name) for name in (*names, "routes", "top_outcomes")}
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def with_tensors(self, tensors: Mapping[str, Tensor]) -> PackedBatch:
@@ -152,6 +156,9 @@ def pack(batch: DataProto) -> PackedBatch:
     routes = None
     if ROUTES in batch:
         routes = batch.batch[ROUTES][attended]
+    told = None
+    if TOP_OUTCOMES in batch:
+        told = batch.batch[TOP_OUTCOMES][rows, columns]
     position_ids = in_row[attended]
     placed: tuple[PlacedMedium, ...] = ()
     if MEDIA in batch:
@@ -168,6 +175,7 @@ def pack(batch: DataProto) -> PackedBatch:
         columns=columns,
         shape=(num_rows, width),
         routes=routes,
+        top_outcomes=told,
         media=placed,
     )
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 from hybridflow.algorithms.aggregation import LossScale, masked_sum
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.needs import wants_full_kl
+from hybridflow.config.root import DistillationLossConfig
 from hybridflow.controller import Dispatch, register
 from hybridflow.distributed.shards import Box, bit_sum
 from hybridflow.engines import BatchLimits, OutputSpec, TrainEngine
 from hybridflow.models.exact_mode import ExactMode
+from hybridflow.models.heads.divergence import DivergenceSpec
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
-from hybridflow.protocol.packing import ROUTES
+from hybridflow.protocol.packing import ROUTES, TOP_OUTCOMES
 from hybridflow.weight_sync.push import WeightExport, WeightShare
 from hybridflow.workers.correction import complete_correction, sampled_rows
 from hybridflow.workers.log_prob_check import LogProbCheck, OffPolicy, measure_off_policy
@@ -54,11 +56,14 @@ class ActorWorker(StatefulWorker):
         temperature: float,
         log_prob_limits: BatchLimits,
         delta_push: bool = False,
+        distillation: DistillationLossConfig | None = None,
     ) -> None:
+        """Build a worker around an engine. `distillation` says the divergence that the loss has."""
         super().__init__(engine)
         self.config = config
         self.temperature = temperature
         self.log_prob_limits = log_prob_limits
+        self.distillation = distillation
         self.loss = find_policy_loss(config)  # once: a user's file may be edited while the run goes on
         self.delta_push = delta_push
         self._export: WeightExport | None = None
@@ -123,11 +128,19 @@ class ActorWorker(StatefulWorker):
         With `watch` the weights are still those that generated: in exact mode TrainingError is raised where
         the log-probs differ.
         """
-        loss = policy_loss(self.config, scale, self.loss, watch)
+        apart: DivergenceSpec | None = None
+        if self.distillation is not None:
+            known = TOP_OUTCOMES in batch or self.engine.policy.teacher is not None
+            assert known, "the teacher has told its outcomes, or computes beside the actor"
+            kind = self.distillation.loss_mode.removesuffix("_topk")
+            renormalize = self.distillation.tail == "renormalize"
+            apart = DivergenceSpec(kind, self.distillation.jsd_beta, renormalize)
+        loss = policy_loss(self.config, scale, self.loss, watch, self.distillation)
         spec = OutputSpec(
             log_probs=True,
             entropy=self.config.entropy_coeff != 0.0 or watch is not None,
             full_kl=wants_full_kl(self.config),
+            divergence=apart,
             temperature=self.temperature,
         )
         return self.engine.train_mini_batch(batch, spec, loss, self.limits)

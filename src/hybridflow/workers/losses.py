@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from hybridflow.algorithms.aggregation import LossScale, Ratio, aggregate, zero_outside
+from hybridflow.algorithms.aggregation import LossScale, Ratio, aggregate, masked_sum, zero_outside
 from hybridflow.algorithms.kl import clamped_tokens, kl_estimate
 from hybridflow.algorithms.policy_losses import POLICY_LOSSES, LossInputs, PolicyLoss
 from hybridflow.algorithms.positive_examples import positive_example_loss
@@ -20,7 +21,7 @@ from hybridflow.algorithms.value_loss import value_loss
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.needs import wants_full_kl
 from hybridflow.config.own_code import loss_fault
-from hybridflow.config.root import CriticConfig
+from hybridflow.config.root import CriticConfig, DistillationLossConfig
 from hybridflow.config.source_code import shown
 from hybridflow.config.tree import argument_values
 from hybridflow.data.plugin import load_function
@@ -28,6 +29,7 @@ from hybridflow.engines import LossFn
 from hybridflow.errors import ConfigError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
+from hybridflow.protocol.packing import TOP_OUTCOMES
 from hybridflow.workers.correction import correction_means, sampled_rows
 from hybridflow.workers.log_prob_check import LogProbCheck, look_first
 
@@ -35,6 +37,7 @@ LOSS_SHARES = (
     "actor/pg_loss",
     "actor/entropy_loss",
     "actor/kl_loss",
+    "actor/distillation_loss",
     "actor/positive_lm_loss",
     "critic/vf_loss",
     "process_reward/loss",
@@ -79,11 +82,16 @@ def loss_parameters(config: ActorConfig) -> dict[str, Any]:
 
 
 def policy_loss(
-    config: ActorConfig, scale: LossScale, base: PolicyLoss, watch: LogProbCheck | None = None
+    config: ActorConfig,
+    scale: LossScale,
+    base: PolicyLoss,
+    watch: LogProbCheck | None = None,
+    distillation: DistillationLossConfig | None = None,
 ) -> LossFn:
     """Return the actor's loss on a micro-batch, normalised by the counts of its whole mini-batch.
 
     `base` is the result of `find_policy_loss`. With `watch` the log-probs and the entropy are checked first.
+    With `distillation` the divergence from the teacher is a term, or takes the place of the policy loss.
     """
     parameters = loss_parameters(config)
     mode = config.loss_agg_mode or base.agg_mode
@@ -105,15 +113,27 @@ def policy_loss(
         metrics = Metrics()
         if watch is not None:
             metrics = look_first(outputs, micro, watch)
-        places, named = base.arguments(inputs, parameters | dict(rows.items()))
-        out = base.checked(base.function(*places, **named))
-        metrics.update(ratios(out.metrics))
+        total = torch.zeros((), device=log_prob.device)
+        if distillation is None or distillation.use_task_rewards:
+            places, named = base.arguments(inputs, parameters | dict(rows.items()))
+            out = base.checked(base.function(*places, **named))
+            metrics.update(ratios(out.metrics))
+            metrics.add_sum("actor/pg_loss", out.loss.detach())
+            total = out.loss
         # bypass mode: the one place where current log-probs are to be had for nothing
         if "rollout_log_probs" in rows:
             sampled = mask & sampled_rows(micro)[:, None]
             metrics.update(correction_means(log_prob, rows["rollout_log_probs"], sampled))
-        metrics.add_sum("actor/pg_loss", out.loss.detach())
-        total = out.loss
+        if distillation is not None:
+            apart = zero_outside(outputs["divergence"], mask)
+            if distillation.loss_max_clamp is not None:
+                apart = apart.clamp(max=distillation.loss_max_clamp)
+            taught = aggregate(apart, mask, mode, shares, config.loss_scale_factor)
+            total = total + distillation.distillation_loss_coef * taught
+            metrics.add_sum("actor/distillation_loss", taught.detach())
+            if TOP_OUTCOMES in rows:
+                rest = zero_outside(rows[TOP_OUTCOMES][..., -1], mask).exp()
+                metrics.add_mean("actor/distillation_rest", masked_sum(rest, mask), mask.sum())
         if config.entropy_coeff and "entropy" in outputs:
             entropy = aggregate(outputs["entropy"], mask, mode, shares, config.loss_scale_factor)
             total = total - config.entropy_coeff * entropy

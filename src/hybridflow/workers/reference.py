@@ -7,15 +7,17 @@ has the actor's vocabulary and its own weights, which never change.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 
 from hybridflow.controller import Dispatch, register
 from hybridflow.engines import BatchLimits, OutputSpec, TrainEngine
 from hybridflow.errors import ModelError
-from hybridflow.models.heads.full_kl import HeadInputs
+from hybridflow.models.heads.divergence import HeadInputs
+from hybridflow.models.output_spec import Outputs
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol import DataProto
-from hybridflow.protocol.packing import PackedBatch
+from hybridflow.protocol.packing import TOP_OUTCOMES, PackedBatch
 from hybridflow.workers.actor import POLICY_COLUMNS
 from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
@@ -44,7 +46,9 @@ class ReferenceWorker(StatefulWorker):
     only.
 
     With `without_adapters` the engine is that of an actor in training by LoRA; the base of that model, which
-    never changes, is the reference.
+    never changes, is the reference. `top` is how many most likely tokens are told of each distribution, and
+    below which token id. `others` are the engines of
+    rows of other data sources than those of `engine`.
     """
 
     def __init__(
@@ -55,24 +59,48 @@ class ReferenceWorker(StatefulWorker):
         limits: BatchLimits,
         column: str = "ref_log_prob",
         without_adapters: bool = False,
+        top: tuple[int, int] = (0, 0),
+        others: Mapping[str, TrainEngine] | None = None,
     ) -> None:
         super().__init__(engine)
-        self.spec = OutputSpec(log_probs=True, temperature=temperature)
+        self.spec = OutputSpec(log_probs=True, top_outcomes=top[0], top_below=top[1], temperature=temperature)
         self.limits = limits
         self.column = column
         self.without_adapters = without_adapters
+        self.others = others or {}
 
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE_PROTO,
         reads=POLICY_COLUMNS,
-        writes=("ref_log_prob", "teacher_log_probs"),
+        writes=("ref_log_prob", "teacher_log_probs", TOP_OUTCOMES),
     )
     def log_probs(self, batch: DataProto) -> DataProto:
-        """One column [B, R] float32 nats: log-probs of the responses at the rollout's temperature."""
-        check_token_ids(batch, self.engine)
-        with self.engine.without_adapters() if self.without_adapters else nullcontext():
-            outputs = self.engine.forward(batch, self.spec, self.limits)
-        return DataProto.from_dict({self.column: outputs["log_probs"]})
+        """One column [B, R] float32 nats: log-probs of the responses at the rollout's temperature.
+
+        Where `top` asks for them, the most likely tokens are one more, [B, R, 2k + 1].
+        """
+        if not self.others:
+            check_token_ids(batch, self.engine)
+            with self.engine.without_adapters() if self.without_adapters else nullcontext():
+                outputs = self.engine.forward(batch, self.spec, self.limits)
+            return self._columns(outputs)
+        sources = batch.non_tensor_batch["data_source"]
+        of_rows = [source if source in self.others else None for source in sources]
+        parts: list[DataProto] = []
+        order: list[int] = []
+        for name, engine in ((None, self.engine), *self.others.items()):  # in one order on all ranks
+            places = [place for place, each in enumerate(of_rows) if each == name]
+            rows = batch.select_idxs(places)
+            check_token_ids(rows, engine)
+            parts.append(self._columns(engine.forward(rows, self.spec, self.limits)))
+            order += places
+        return DataProto.concat(parts).select_idxs(sorted(range(len(order)), key=order.__getitem__))
+
+    def _columns(self, outputs: Outputs) -> DataProto:
+        columns = {self.column: outputs["log_probs"]}
+        if "top_outcomes" in outputs:
+            columns[TOP_OUTCOMES] = outputs["top_outcomes"].float()
+        return DataProto.from_dict(columns)
 
 
 class ReferenceHead:
@@ -108,9 +136,9 @@ class ReferenceGroup(StatefulGroup[ReferenceWorker]):
         """See `ReferenceWorker.log_probs`."""
         return self.call(ReferenceWorker.log_probs, batch)
 
-    def keep_log_probs(self, batch: DataProto) -> DataProto:
-        """Compute `column` as `log_probs` does, and leave it with the workers."""
-        return self.call_and_keep(ReferenceWorker.log_probs, [self.column], batch)
+    def keep_log_probs(self, batch: DataProto, *also: str) -> DataProto:
+        """Compute `column`, and those of `also`, as `log_probs` does, and leave them with the workers."""
+        return self.call_and_keep(ReferenceWorker.log_probs, [self.column, *also], batch)
 
 
 class TeacherGroup(ReferenceGroup):

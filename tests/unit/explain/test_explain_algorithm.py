@@ -64,6 +64,18 @@ def test_the_exact_kl_is_explained() -> None:
     assert exact.equation.startswith("KL(π ‖ π_ref) = Σ_v π(v)·(log π(v) − log π_ref(v))")
 
 
+def test_a_divergence_from_a_teacher_is_explained() -> None:
+    loss = "distillation.distillation_loss"
+    path = "distillation.teacher_model.path=org/teacher"
+    part = sections(f"{loss}.loss_mode=jsd_topk", f"{loss}.use_task_rewards=false", path)[
+        "further terms of the loss"
+    ]
+    assert any("divergence from the teacher, aggregated alike, in place of" in line for line in part.lines)
+    (formula,) = [formula for formula in part.formulas if formula.name == "divergence"]
+    assert formula.equation.startswith("forward_kl: KL(q ‖ p); reverse_kl: KL(p ‖ q); jsd: β·KL(q ‖ m)")
+    assert [number.value for number in formula.numbers] == ["jsd_topk", 0.5, 128, "bucket"]
+
+
 def test_a_place_is_the_line_of_the_function() -> None:
     file, _, line = place(grpo).rpartition(":")
     assert Path(file).read_text().splitlines()[int(line) - 1].startswith("def grpo(")

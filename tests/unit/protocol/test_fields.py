@@ -27,7 +27,7 @@ AGREED = {
     ("B,R", "float32"): {
         *("rollout_log_probs", "token_level_scores", "token_level_rewards", "old_log_probs", "ref_log_prob"),
         *("values", "advantages", "returns", "rollout_is_weights", "entropys"),
-        *("sum_pi_squared", "teacher_log_probs", "process_rewards", "step_labels"),
+        *("sum_pi_squared", "teacher_log_probs", "teacher_top_outcomes", "process_rewards", "step_labels"),
     },
 }
 

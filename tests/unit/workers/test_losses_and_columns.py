@@ -17,7 +17,7 @@ from hybridflow.algorithms.policy_losses import POLICY_LOSSES
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig, PolicyLossConfig
 from hybridflow.config.algorithm import AlgorithmConfig, KLControlConfig, RolloutCorrectionConfig
-from hybridflow.config.root import CriticConfig
+from hybridflow.config.root import CriticConfig, DistillationLossConfig
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
@@ -221,6 +221,25 @@ def test_entropy_and_kl_terms_by_hand() -> None:
     assert metrics["actor/entropy_loss"] == pytest.approx(entropy)
     assert metrics["actor/kl_loss"] == pytest.approx(kl, rel=1e-5) and metrics["actor/kl_coef"] == 0.5
     assert value == pytest.approx(metrics["actor/pg_loss"] - 0.1 * entropy + 0.5 * kl, rel=1e-5)
+
+
+def test_a_divergence_is_a_term_or_takes_the_place_of_the_policy_loss() -> None:
+    config = ActorConfig(loss_agg_mode="seq-mean-token-sum")
+    batch = loss_rows()
+    outputs = {"log_probs": torch.full((4, 3), 0.1), "divergence": torch.full((4, 3), 2.0)}
+    alone, _ = evaluate(config, batch, 0.1)
+    for kept, clamp, counted in ((True, None, 2.0), (False, None, 2.0), (False, 0.5, 0.5)):
+        taught = DistillationLossConfig(
+            loss_mode="jsd", distillation_loss_coef=3.0, use_task_rewards=kept, loss_max_clamp=clamp
+        )
+        scale = LossScale.count(batch.batch["loss_mask"])
+        value, told = policy_loss(config, scale, find_policy_loss(config), None, taught)(outputs, batch)
+        metrics = told.to_floats()
+        assert metrics["actor/distillation_loss"] == pytest.approx(counted * 7 / 3), (
+            "seven tokens of three rows"
+        )
+        assert float(value) == pytest.approx(kept * alone + 3 * counted * 7 / 3, rel=1e-5)
+        assert ("actor/pg_loss" in metrics) == kept
 
 
 def test_tokens_at_the_clamp_of_k3_in_the_loss_are_counted() -> None:

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
-from worker_house import PLAN, House, prepared, rows
+from worker_house import LIMITS, PLAN, House, llama, prepared, rows
+
+from hybridflow.engines.fsdp.engine import FSDPEngine
+from hybridflow.models.policy import PolicyModel
+from hybridflow.protocol import DataProto
+from hybridflow.protocol.packing import TOP_OUTCOMES
+from hybridflow.workers.reference import TEACHER_COLUMN, ReferenceWorker
 
 
 def test_a_teacher_says_its_own_log_probs_in_its_own_column() -> None:
@@ -40,3 +47,28 @@ def test_a_reference_becomes_the_actor_in_place_and_then_stands_still() -> None:
 def test_weights_are_the_model_alone() -> None:
     house = House()
     assert set(house.actor.weights()) == set(house.policy.state_dict())
+
+
+def test_rows_have_the_teacher_of_their_data_source() -> None:
+    engines = [
+        FSDPEngine(PolicyModel(llama(seed=seed)).requires_grad_(False), name="teacher", optim=None)
+        for seed in (1, 2, 3)
+    ]
+
+    def worker(engine: FSDPEngine, others: dict[str, FSDPEngine] | None = None) -> ReferenceWorker:
+        return ReferenceWorker(
+            engine, temperature=0.7, limits=LIMITS, column=TEACHER_COLUMN, top=(3, 32), others=others
+        )
+
+    batch = rows()
+    sources = np.array(["maths", "code", "other", "maths", "other", "code"], dtype=object)
+    batch |= DataProto.from_dict({}, {"data_source": sources})
+    told = worker(engines[0], {"code": engines[1], "maths": engines[2], "nobody": engines[1]}).log_probs(
+        batch
+    )
+    assert len(told) == len(batch)
+    by_source = {"other": 0, "code": 1, "maths": 2}
+    for place, source in enumerate(sources):
+        alone = worker(engines[by_source[source]]).log_probs(batch)
+        for name in (TEACHER_COLUMN, TOP_OUTCOMES):
+            torch.testing.assert_close(told.batch[name][place], alone.batch[name][place])

@@ -19,8 +19,8 @@ def on_policy_distillation(
     gradient with this advantage descends the reverse KL, KL(π_student ‖ π_teacher), token by token: each
     token's own term alone, as if γ were 0. Returns are the advantages.
 
-    Left out: other divergences than the reverse KL, the sum over the vocabulary, and the mix with the data's
-    own answers.
+    Left out: the mix with the data's own answers. Divergences of whole distributions are terms of the loss
+    (`algorithms/divergence.py`).
     """
     mask = response_mask.bool()
     advantages = zero_outside(teacher_log_probs, mask) - zero_outside(old_log_probs, mask)

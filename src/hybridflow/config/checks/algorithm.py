@@ -9,7 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hybridflow.algorithms.catalog import ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
-from hybridflow.config.needs import estimator_facts, loss_facts, wants_full_kl
+from hybridflow.config.needs import (
+    estimator_facts,
+    has_divergence,
+    loss_facts,
+    needs_teacher,
+    tells_top_outcomes,
+    wants_full_kl,
+)
 from hybridflow.config.root import PPOConfig
 from hybridflow.config.thresholds import parse_is_threshold, read_rejection
 from hybridflow.errors import ConfigError
@@ -190,6 +197,40 @@ def full_kl_problems(config: PPOConfig) -> Iterator[str]:
             f"{path} with actor_rollout_ref.ref.ulysses_sequence_parallel_size={theirs}: the reference has "
             f"to cut rows as the actor does; set {roles.actor.ulysses_sequence_parallel_size}"
         )
+
+
+def distillation_problems(config: PPOConfig) -> Iterator[str]:
+    """Yield one line where a teacher is asked for that nothing reads or the other way round, and where the
+    teacher of a divergence over the whole vocabulary is not beside the actor.
+    """
+    block = "distillation"
+    enabled = config.distillation.enabled
+    if enabled and not needs_teacher(config):
+        yield (
+            f"{block}.enabled=true, and nothing reads a teacher: set algorithm.adv_estimator="
+            f"on_policy_distillation (k1 as a policy gradient), or {block}.distillation_loss.loss_mode to "
+            "forward_kl_topk or another divergence"
+        )
+    if enabled is False and needs_teacher(config):
+        yield (
+            f"{block}.enabled=false, and algorithm.adv_estimator={config.algorithm.adv_estimator} with "
+            f"{block}.distillation_loss.loss_mode={config.distillation.distillation_loss.loss_mode} reads a "
+            "teacher: leave enabled out, or set another estimator and loss_mode=k1"
+        )
+    placed = config.trainer.placement
+    if has_divergence(config) and not tells_top_outcomes(config):
+        mode = config.distillation.distillation_loss.loss_mode
+        if config.distillation.teachers:
+            yield (
+                f"{block}.distillation_loss.loss_mode={mode} computes one teacher beside the actor, and "
+                f"{block}.teachers has others: set loss_mode={mode}_topk, or leave them out"
+            )
+        if placed.get("teacher", "") != placed.get("actor", ""):
+            yield (
+                f"{block}.distillation_loss.loss_mode={mode} computes the teacher in the actor's processes, "
+                f"and trainer.placement puts it on {placed.get('teacher', 'another pool')}: leave it out of "
+                f"trainer.placement, or set loss_mode={mode}_topk, for which it tells its most likely tokens"
+            )
 
 
 def sampling_problems(config: PPOConfig) -> Iterator[str]:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from hybridflow.config.checks.paths import first_row
 from hybridflow.config.model import NUMBERS_OF_EXPERTS, TOKENIZER_FILES, FSDPConfig, ModelConfig
-from hybridflow.config.needs import built_models, reads_text_alone
+from hybridflow.config.needs import built_models, needs_teacher, reads_text_alone, teacher_reader
 from hybridflow.config.paths import is_remote, is_written_as_path, local
 from hybridflow.config.root import PPOConfig, SFTConfig
 
@@ -40,13 +41,23 @@ def model_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
                 yield from _heads(_sizes(model), rollout.tensor_model_parallel_size, key, block, model)
         if isinstance(config, PPOConfig) and block == TEACHER and not model.path:
             yield (
-                f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs a teacher, and "
+                f"{teacher_reader(config)} needs a teacher, and "
                 f"{TEACHER}.path is not set: give a Hugging Face folder or a hub name of a model with the "
                 "same tokenizer"
             )
         elif first is None or model.path != first.path:
             yield from model_problem(model, block, first.path if first else None)
         first = first or model
+    for block, model in _named_teachers(config):
+        yield from model_problem(model, block, first.path if first else None)
+
+
+def _named_teachers(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, ModelConfig]]:
+    """Yield the teachers beside `teacher_model`, whose other keys are those of it."""
+    if isinstance(config, PPOConfig) and needs_teacher(config):
+        for name, path in config.distillation.teachers.items():
+            model = replace(config.distillation.teacher_model, path=path)
+            yield f"distillation.teachers.{name}", model
 
 
 def _divided(model: ModelConfig, fsdp: FSDPConfig, key: str) -> Iterator[str]:
@@ -160,7 +171,9 @@ def _config_file(folder: Path, model: ModelConfig, key: str) -> Iterator[str]:
 
 def weight_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
     """Yield one line for each model folder here that lacks weights."""
-    for path, block in {model.path: block for block, model, _ in reversed([*built_models(config)])}.items():
+    built = [(block, model) for block, model, _ in built_models(config)]
+    built += _named_teachers(config)
+    for path, block in {model.path: block for block, model in reversed(built)}.items():
         if path and not is_remote(path) and local(path).is_dir():
             yield from _weights(local(path), f"{block}.path={path}")
 

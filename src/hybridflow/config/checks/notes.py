@@ -10,7 +10,14 @@ from collections.abc import Iterator, Mapping, Set
 from hybridflow.algorithms.catalog import ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts
 from hybridflow.config.checks.rollout import agent_notes
 from hybridflow.config.layout import share_a_pool
-from hybridflow.config.needs import estimator_facts, has_validation, is_given, loss_facts, needs_reference
+from hybridflow.config.needs import (
+    estimator_facts,
+    has_validation,
+    is_given,
+    loss_facts,
+    needs_reference,
+    needs_teacher,
+)
 from hybridflow.config.root import PPOConfig
 from hybridflow.config.tree import arguments_of_keys
 
@@ -160,8 +167,9 @@ def _roles(config: PPOConfig, given: Set[str]) -> Iterator[str]:
             f"{PROCESS}.enable=true trains a model whose rewards algorithm.adv_estimator={name} does not "
             "read: prime does"
         )
-    if facts is not None and _all_known(config) and not facts.teacher and is_given("distillation", given):
+    taught = {each for each in given if each != "distillation.enabled"}
+    if _all_known(config) and not needs_teacher(config) and is_given("distillation", taught):
         yield (
             f"distillation.* is not read: algorithm.adv_estimator={name} has no teacher; "
-            "on_policy_distillation does"
+            "on_policy_distillation does, or a distillation_loss.loss_mode other than k1"
         )

@@ -255,6 +255,7 @@ RULES: Mapping[type, Mapping[str, tuple[Rule, ...]]] = {
             algorithm.clip_problems,
             algorithm.kl_problems,
             algorithm.full_kl_problems,
+            algorithm.distillation_problems,
             algorithm.sampling_problems,
             algorithm.thresholds,
             algorithm.correction_problems,

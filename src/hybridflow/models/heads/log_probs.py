@@ -36,6 +36,10 @@ class TokenOutputs(NamedTuple):
     """Σ_v π(v)² [M] of the same distribution, without gradient; None unless asked for."""
     full_kl: Tensor | None = None
     """KL(π ‖ π_ref) [M] over the whole vocabulary, nats; None unless asked for."""
+    divergence: Tensor | None = None
+    """The divergence from the teacher [M], nats; None unless asked for."""
+    top_outcomes: Tensor | None = None
+    """The most likely tokens with their log-probs [M, 2k + 1], without gradient; None unless asked for."""
 
     def first(self, count: int) -> TokenOutputs:
         """Return the outputs for the first `count` tokens."""

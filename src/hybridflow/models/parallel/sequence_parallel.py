@@ -109,8 +109,13 @@ class SequenceCut:
 
     def gather_outputs(self, outputs: TokenOutputs) -> TokenOutputs:
         """Gather the head's outputs from each rank's share to all M predicted tokens."""
+        wide = outputs.top_outcomes
+        outputs = outputs._replace(top_outcomes=None)
         given = {name: column for name, column in outputs._asdict().items() if column is not None}
-        return outputs._replace(**dict(zip(given, self.gather(list(given.values())), strict=True)))
+        whole = outputs._replace(**dict(zip(given, self.gather(list(given.values())), strict=True)))
+        if wide is None:
+            return whole
+        return whole._replace(top_outcomes=torch.stack(self.gather(wide.unbind(1)), dim=1))
 
 
 class SequenceLayout:

@@ -20,7 +20,7 @@ from hybridflow.config.layout import ROLE_KEYS
 from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.config.needs import reads_text_alone, replayed_steps
 from hybridflow.config.own_code import own_algorithm_problems
-from hybridflow.config.source_code import definition_of
+from hybridflow.config.source_code import definition_of, shown
 from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.config.tree import get_value
 from hybridflow.controller import WorkerGroup
@@ -137,6 +137,7 @@ def build(config: PPOConfig, *, patience: float = 0.0) -> Iterator[PPOTrainer]:
                 demonstrations="is_demonstration" in find_estimator(config.algorithm).needs,
             )
         _refuse_pictures(config, data)
+        _refuse_idle_teachers(config, data)
         journal = Journal.of_run(config)
         if journal is not None:
             # a restart of the same command has patience: its episodes go on also where it has no checkpoint
@@ -164,6 +165,19 @@ def _refuse_pictures(config: PPOConfig, data: PromptData) -> None:
         return
     if reason := reads_text_alone(config, by_rows=bool(data.agent_names - {"single_turn_agent"})):
         raise ConfigError(f"the data has pictures, and {reason}")
+
+
+def _refuse_idle_teachers(config: PPOConfig, data: PromptData) -> None:
+    """Raise ConfigError for a teacher of a data source that no row has."""
+    sources = data.data_sources
+    if sources is None:
+        return
+    for name in config.distillation.teachers:
+        if name not in sources:
+            raise ConfigError(
+                f"distillation.teachers: no row has the data source {shown(name)}; the data has "
+                f"{', '.join(map(shown, sorted(sources)))}: name one of these"
+            )
 
 
 def _trainer(

@@ -22,6 +22,7 @@ from hybridflow.algorithms.resampling import resample_rows
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.algorithm import AlgorithmConfig, PFPPOConfig
+from hybridflow.config.needs import tells_top_outcomes
 from hybridflow.config.own_code import estimator_fault
 from hybridflow.config.source_code import shown
 from hybridflow.config.tree import argument_values
@@ -30,6 +31,7 @@ from hybridflow.errors import ConfigError, RewardError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
+from hybridflow.protocol.packing import TOP_OUTCOMES
 from hybridflow.trainer.ppo.reward_watch import repeated_share
 from hybridflow.workers.losses import find_policy_loss, loss_parameters
 
@@ -78,6 +80,8 @@ def loss_columns(config: PPOConfig) -> list[str]:
     columns = {*loss.keywords, "rollout_is_weights", "is_demonstration", "policy_version"}
     if actor.use_kl_loss:
         columns.add("ref_log_prob")
+    if tells_top_outcomes(config):
+        columns.add(TOP_OUTCOMES)
     if loss.keeps_groups:
         columns.add("group_ids")  # micro-batches are cut by them
     if actor.positive_lm_loss_coef:

@@ -17,12 +17,13 @@ from torch import Tensor
 from hybridflow.algorithms.policy_losses import PolicyLoss
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig
+from hybridflow.config.needs import tells_top_outcomes
 from hybridflow.config.root import CriticConfig
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.timing import Timer
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.by_trajectory import ByTrajectory
-from hybridflow.protocol.packing import ROUTES
+from hybridflow.protocol.packing import ROUTES, TOP_OUTCOMES
 from hybridflow.protocol.prompt import MEDIA
 from hybridflow.protocol.randomness import generator
 from hybridflow.stop_token import stop_token
@@ -72,7 +73,8 @@ class PPOStep:
     ) -> None:
         """Build the parts of a step. `exact` says whether rollout and actor are in exact mode, in which the
         rollout's log-probs are the actor's. `shows` says for a step whether samples of it are kept token by
-        token: then the batch comes back with all columns, also those that only workers read. `buffer` has the
+        token: then the batch comes back with all columns but the teacher's top outcomes, also those that only
+        workers read. `buffer` has the
         rows of earlier steps that PF-PPO may draw again.
         """
         self.roles = roles
@@ -105,8 +107,9 @@ class PPOStep:
             batch = self.buffer.join(own, step, self._keep)  # rows of earlier steps, behind its own
         batch |= identify(batch)  # group_ids, positive
         columns, old = self._passes(batch, step)
-        batch |= columns  # old_log_probs, ref_log_prob, teacher_log_probs, values
-        batch |= self.roles.actor.fetch(batch, None if self.shows(step) else self.read_here)
+        batch |= columns  # old_log_probs, ref_log_prob, teacher_log_probs, teacher_top_outcomes, values
+        shown = {*batch.remote} - {TOP_OUTCOMES}  # which nobody looks at, and is 2k + 1 numbers a token
+        batch |= self.roles.actor.fetch(batch, shown if self.shows(step) else self.read_here)
         if self.roles.process_reward:
             with self.timer("process_reward"), self.roles.alone(self.roles.process_reward.role):
                 batch |= self._process_rewards(batch, len(own), step, metrics)  # process_rewards
@@ -150,7 +153,8 @@ class PPOStep:
         if roles.reference:
             jobs.append(RoleCall("reference", "ref", partial(roles.reference.keep_log_probs, batch)))
         if roles.teacher:
-            jobs.append(RoleCall("teacher", "teacher", partial(roles.teacher.keep_log_probs, batch)))
+            also = [TOP_OUTCOMES] * tells_top_outcomes(self.config)
+            jobs.append(RoleCall("teacher", "teacher", partial(roles.teacher.keep_log_probs, batch, *also)))
         if roles.critic:
             jobs.append(RoleCall("critic", "values", partial(roles.critic.keep_values, batch)))
         with stop_token.leavable():  # no pass changes a state

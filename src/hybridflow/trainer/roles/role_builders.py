@@ -5,13 +5,19 @@ RunFacts ─► WorkerHost of a process asks for a role ─► engine on the dev
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.layout import engine_keys
 from hybridflow.config.model import OptimConfig
-from hybridflow.config.needs import has_own_reference, wants_full_kl
+from hybridflow.config.needs import (
+    has_divergence,
+    has_own_reference,
+    teacher_reader,
+    tells_top_outcomes,
+    wants_full_kl,
+)
 from hybridflow.controller import RankInfo, WorkerHost
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.distributed.device import resolve_device
@@ -85,6 +91,7 @@ class RoleBuilders:
             temperature=rollout.temperature,
             log_prob_limits=limits,
             delta_push=rollout.delta_push,
+            distillation=self.config.distillation.distillation_loss if has_divergence(self.config) else None,
         )
 
     def reference(self, info: RankInfo) -> ReferenceWorker:
@@ -108,15 +115,8 @@ class RoleBuilders:
         engine = self._engine("policy", "reference", None, 0, None)
         self._check_vocabulary(engine, "actor_rollout_ref.ref.model")
         if wants_full_kl(self.config.actor_rollout_ref.actor):
-            # give the actor's updates the reference's distributions; ModelError for another vocabulary
-            actor = self._actor_engine()
-            if actor.vocabulary != engine.vocabulary:
-                raise ModelError(
-                    f"actor_rollout_ref.actor.kl_loss_type=full compares whole distributions, and the heads "
-                    f"have {actor.vocabulary} and {engine.vocabulary} rows: set low_var_kl, or take a "
-                    "reference with as large a head"
-                )
-            actor.policy.reference = ReferenceHead(engine)
+            key = "actor_rollout_ref.actor.kl_loss_type=full"
+            self._actor_engine().policy.reference = self._head_beside_actor(engine, key, "low_var_kl")
         return ReferenceWorker(engine, temperature=rollout.temperature, limits=limits)
 
     def critic(self, info: RankInfo) -> CriticWorker:
@@ -135,14 +135,36 @@ class RoleBuilders:
         config = self.config.distillation
         if config.teacher_model.path is None:
             raise ConfigError(
-                f"algorithm.adv_estimator={self.config.algorithm.adv_estimator} needs a teacher, and "
-                "distillation.teacher_model.path is "
+                f"{teacher_reader(self.config)} needs a teacher, and distillation.teacher_model.path is "
                 "not set: give a Hugging Face folder or hub name of a model with the actor's vocabulary"
+            )
+        loss = config.distillation_loss
+        told = loss.topk if tells_top_outcomes(self.config) else 0
+        if told > self.facts.vocabulary:
+            raise ConfigError(
+                f"distillation.distillation_loss.topk={told}, and there are {self.facts.vocabulary} tokens: "
+                f"set it to {self.facts.vocabulary} or less, or loss_mode="
+                f"{loss.loss_mode.removesuffix('_topk')}"
             )
         engine = self._engine("policy", "teacher", None, 0, None)
         self._check_vocabulary(engine, "distillation.teacher_model")
+        if has_divergence(self.config) and not told:
+            self._actor_engine().policy.teacher = self._head_beside_actor(
+                engine, f"distillation.distillation_loss.loss_mode={loss.loss_mode}", f"{loss.loss_mode}_topk"
+            )
+        others = {}
+        for name, path in config.teachers.items():
+            others[name] = self._engine("policy", "teacher", None, 0, None, path)
+            self._check_vocabulary(others[name], f"distillation.teachers.{name}")
         limits = BatchLimits(config.log_prob_max_token_len_per_gpu or self._token_cap)
-        return ReferenceWorker(engine, temperature=self._temperature, limits=limits, column=TEACHER_COLUMN)
+        return ReferenceWorker(
+            engine,
+            temperature=self._temperature,
+            limits=limits,
+            column=TEACHER_COLUMN,
+            top=(told, self.facts.vocabulary),
+            others=others,
+        )
 
     def reward_model(self, info: RankInfo) -> RewardModelWorker:
         """Build the classifier that scores responses."""
@@ -199,6 +221,16 @@ class RoleBuilders:
         assert isinstance(worker, ActorWorker)
         return worker.engine
 
+    def _head_beside_actor(self, engine: TrainEngine, key: str, other: str) -> ReferenceHead:
+        """Return a frozen model's distributions for the actor's updates; ModelError for another head."""
+        rows = self._actor_engine().vocabulary
+        if rows != engine.vocabulary:
+            raise ModelError(
+                f"{key} compares whole distributions, and the heads have {rows} and {engine.vocabulary} "
+                f"rows: set {other}, or take a model with as large a head"
+            )
+        return ReferenceHead(engine)
+
     def _check_vocabulary(self, engine: TrainEngine, key: str) -> None:
         """Raise ModelError for a model that has no log-prob for some token of the actor's; rows of padding
         may be more or fewer.
@@ -221,9 +253,14 @@ class RoleBuilders:
         optim: OptimConfig | None,
         updates: int,
         grad_clip: float | None,
+        path: str | None = None,
     ) -> TrainEngine:
-        """The engine of a role, over the processes of its pool; without `optim` it only computes."""
+        """The engine of a role, over the processes of its pool; without `optim` it only computes. `path` is
+        that of another model than the role's own.
+        """
         fsdp, _, model = engine_keys(self.config, role)
+        if path is not None:
+            model = replace(model, path=path)
         trainer = self.config.trainer
         lora = None
         if optim is not None:

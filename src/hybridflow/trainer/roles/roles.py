@@ -142,6 +142,7 @@ def columns_also_read(
         "critic": {CriticWorker.update_mini_batch: TRAJECTORY_COLUMNS},
         "process_reward": {ProcessRewardWorker.update_mini_batch: TRAJECTORY_COLUMNS},
         "reference": {ReferenceWorker.log_probs: dealt},
+        "teacher": {ReferenceWorker.log_probs: ["data_source"] * bool(config.distillation.teachers)},
     }
 
 

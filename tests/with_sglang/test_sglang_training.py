@@ -12,7 +12,6 @@ import pytest
 
 from hybridflow.models.tiny import create_tiny_model
 
-
 TOGETHER = ("trainer.n_gpus_per_node=2", "actor_rollout_ref.rollout.tensor_model_parallel_size=2")
 """Two processes train, and share one SGLang of two workers."""
 

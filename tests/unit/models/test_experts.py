@@ -137,7 +137,7 @@ def test_sizes_count_the_experts_of_a_token(family: str) -> None:
     others = sum(p.numel() for p in hf.parameters()) - experts - hf.get_input_embeddings().weight.numel()
     assert matmul_parameters(hf) == others + experts // 2
     own = 24 if hasattr(hf.config, "moe_intermediate_size") else 48
-    shared = 24 if family in ("qwen2_moe", "deepseek_v3", "glm4_moe") else 0
+    shared = 24 if family in ("qwen2_moe", "deepseek_v3", "glm4_moe", "glm4_moe_lite") else 0
     assert mlp_width(hf.config) == 2 * own + shared
 
 

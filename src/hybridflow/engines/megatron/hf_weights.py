@@ -19,6 +19,7 @@ from functools import partial
 from typing import Literal
 
 import torch
+from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -75,7 +76,8 @@ class Piece:
         parts = part.unbind() if len(self.sources) > 1 else (part,)
         for source, own in zip(self.sources, parts, strict=True):
             place = self.view(tensor_of(source).detach())
-            place.copy_(own.reshape(place.shape))
+            if place.data_ptr() != own.data_ptr():  # else it is the place itself, which was read
+                place.copy_(own.reshape(place.shape))
 
     def placed(self, part: Tensor) -> Tensor:
         """Return the part as one of a sharded tensor, or as it is where each rank has all of it."""
@@ -105,6 +107,15 @@ class HFWeights:
         taken = {source for piece in self.pieces.values() for source in piece.sources}
         if self.parameters.keys() != taken:
             raise self._misfit(f"has no weights for {min(self.parameters.keys() - taken)} of its layers")
+        # megatron-core says this where it draws weights; the norm of gradients counts what is whole once
+        cut = {
+            source: piece.dim
+            for piece in self.pieces.values()
+            for source in piece.sources
+            if piece.mesh is not None and piece.mesh is mesh.tensor
+        }
+        for source, dim in cut.items():
+            set_tensor_model_parallel_attributes(self.parameters[source], True, dim, 1)
 
     def read(self, tensor_of: TensorOf, dtype: torch.dtype) -> Iterator[tuple[str, Piece, Tensor]]:
         """Yield each parameter's name, piece and part, of `dtype`; the whole is on the meta device where absent."""

@@ -163,7 +163,6 @@ def transformer_config(
             "moe_router_pre_softmax": not getattr(config, "norm_topk_prob", True),
             "moe_router_load_balancing_type": "none",
             "moe_router_dtype": "fp32",
-            "moe_token_dispatcher_type": "alltoall",
             "moe_ffn_hidden_size": getattr(config, "moe_intermediate_size", config.intermediate_size),
         }
     if recompute:
@@ -190,6 +189,7 @@ def transformer_config(
         pipeline_model_parallel_size=layout.pp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=1,
+        moe_token_dispatcher_type="alltoall",
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
         # shares of the loss are summed over micro-batches and ranks, and divided by nothing

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 PACKAGE = "megatron.core"
+_NAMES = {"cuda": "cpu", "is_cuda": "is_cpu"}
 _seen: set[int] = set()
 
 
@@ -27,6 +28,10 @@ def speak_of_the_cpu() -> None:
     # recomputed layers draw nothing: models are trained without dropout
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()  # type: ignore[attr-defined]
     random._set_cuda_rng_state = lambda *args, **kwargs: None  # type: ignore[attr-defined]
+    # counts of tokens for experts are in main memory already: no stream copies them, and nothing waits for one
+    dispatcher = sys.modules[f"{PACKAGE}.transformer.moe.token_dispatcher"].MoEAlltoAllTokenDispatcher
+    dispatcher.cuda_dtoh_stream = torch.cpu.current_stream()
+    dispatcher._maybe_update_cuda_sync_point = lambda self, point: None
     # a name that is imported from Transformer Engine, and is read without it too
     vars(sys.modules[f"{PACKAGE}.transformer.moe.moe_utils"]).setdefault("te_general_gemm", None)
 
@@ -51,7 +56,7 @@ def _function(member: Any) -> Any:
 def _spoken(code: CodeType) -> CodeType:
     """Return code that says `cpu` wherever this one says `cuda`."""
     return code.replace(
-        co_names=tuple("cpu" if name == "cuda" else name for name in code.co_names),
+        co_names=tuple(_NAMES.get(name, name) for name in code.co_names),
         co_consts=tuple(map(_constant, code.co_consts)),
     )
 

@@ -43,10 +43,10 @@ class DistributedAdamW:
         for group in self.inner.param_groups:  # megatron-core leaves this to its scheduler
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
         self.parameters: dict[str, nn.Parameter] = dict(ddp.module.named_parameters())
+        # experts, whose gradients other ranks reduce, have an optimizer of their own, the second one
         self._part_of = {
-            parameter: part
-            for part in self.inner.chained_optimizers
-            for parameter in part.model_param_gbuf_map
+            parameter: self.inner.chained_optimizers[0 if getattr(parameter, "allreduce", True) else 1]
+            for parameter in self.parameters.values()
         }
 
     def zero_grad(self) -> None:

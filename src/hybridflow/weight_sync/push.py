@@ -18,6 +18,7 @@ has other weights than those before asks for whole tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -285,7 +286,9 @@ class LocalPush:
                 tensors = whole_tensors(self.policy, dict(adapter_tensors(self.policy)))
                 engine.update_adapters(tensors, version, facts)
             else:
-                engine.update_weights(plain_weights(self.policy, self._dtypes), version)
+                readable = nullcontext() if self.trainer is None else self.trainer.readable_policy()
+                with readable:
+                    engine.update_weights(plain_weights(self.policy, self._dtypes), version)
         finally:
             if self.trainer is not None:
                 self.trainer.offload()

@@ -21,7 +21,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.distributed import (
+    DistributedDataParallel,
+    DistributedDataParallelConfig,
+    finalize_model_grads,
+)
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor, nn
 
@@ -33,7 +37,7 @@ from hybridflow.distributed.shards import is_absent, local, piece_for
 from hybridflow.engines.base import Held, LossFn
 from hybridflow.engines.megatron import on_cpu
 from hybridflow.engines.megatron.hf_weights import HFWeights
-from hybridflow.engines.megatron.network import build_network
+from hybridflow.engines.megatron.network import build_network, check_family
 from hybridflow.engines.megatron.optimizer import MOMENTS, DistributedAdamW
 from hybridflow.engines.megatron.parallel_head import HeadCut, parallel_log_probs
 from hybridflow.engines.micro_batch_engine import Accumulated, MicroBatchEngine
@@ -92,7 +96,8 @@ class MegatronEngine(MicroBatchEngine):
         recompute: bool,
         **settings: Any,
     ) -> None:
-        assert isinstance(meta.module, PolicyModel), "`refuse_megatron` lets policies pass"
+        assert isinstance(meta.module, PolicyModel), "only policies train in megatron-core"
+        check_family(meta.config, mesh.layout)
         join_groups(mesh.layout, device)
         self.module = meta.module
         self.module.is_sharded = True
@@ -105,7 +110,9 @@ class MegatronEngine(MicroBatchEngine):
             self.network.requires_grad_(False)
             self._load_files(meta)
         else:
-            settings_of_ddp = DistributedDataParallelConfig(use_distributed_optimizer=True, grad_reduce_in_fp32=True)
+            settings_of_ddp = DistributedDataParallelConfig(
+                use_distributed_optimizer=True, grad_reduce_in_fp32=True
+            )
             ddp = DistributedDataParallel(self.network.config, settings_of_ddp, self.network)
             self._load_files(meta)
             optimizer = DistributedAdamW(ddp, optim, meta.dtype)
@@ -165,16 +172,19 @@ class MegatronEngine(MicroBatchEngine):
                 yield micro, found[number]
             else:  # dispatch takes the answers from the last stage
                 names = [each.name for each in fields(spec) if getattr(spec, each.name) is True]
-                yield micro, {name: torch.zeros(len(micro.packed.targets), device=self.device) for name in names}
+                yield (
+                    micro,
+                    {name: torch.zeros(len(micro.packed.targets), device=self.device) for name in names},
+                )
 
     def _accumulate(
         self, micros: Sequence[MicroBatch], spec: OutputSpec, loss: LossFn, sums: Accumulated
     ) -> None:
-        self._run(
-            micros, spec, lambda outputs, micro: sums.share(micro, outputs, loss), forward_only=False
-        )
+        self._run(micros, spec, lambda outputs, micro: sums.share(micro, outputs, loss), forward_only=False)
 
-    def _run(self, micros: Sequence[MicroBatch], spec: OutputSpec, share_of: Any, *, forward_only: bool) -> None:
+    def _run(
+        self, micros: Sequence[MicroBatch], spec: OutputSpec, share_of: Any, *, forward_only: bool
+    ) -> None:
         """Pass micro-batches through the stages by megatron-core's schedule.
 
         Where the last stage is, `share_of` gets outputs and micro-batch and returns a share of the loss.
@@ -251,6 +261,10 @@ class MegatronEngine(MicroBatchEngine):
             tensor = part if piece.sources else torch.empty(0)
             yield Held(name, piece.shape, piece.box, tensor, self.dtype, self.optim is not None)
 
+    def readable_policy(self) -> AbstractContextManager[None]:
+        """See `TrainEngine.readable_policy`; parts that megatron-core keeps joined with others are copied."""
+        return self._filled()
+
     def without_adapters(self) -> AbstractContextManager[None]:
         """See `TrainEngine.without_adapters`; there are none."""
         raise AssertionError(f"the model of {self.name} has no adapters to leave out")
@@ -285,7 +299,8 @@ class MegatronEngine(MicroBatchEngine):
         for name, part in self._parts():
             first[id(known[name])] = part
         model = {
-            name: first.get(id(tensor), tensor) for name, tensor in self.module.state_dict(keep_vars=True).items()
+            name: first.get(id(tensor), tensor)
+            for name, tensor in self.module.state_dict(keep_vars=True).items()
         }
         return {
             "model": model,

@@ -85,7 +85,9 @@ class Piece:
             return part
         whole = torch.empty(self.shape, device="meta", dtype=part.dtype)
         meta = TensorMeta(whole.shape, whole.stride(), part.dtype)
-        return DTensor(part, DTensorSpec(self.mesh, (Shard(self.dim),), tensor_meta=meta), requires_grad=False)
+        return DTensor(
+            part, DTensorSpec(self.mesh, (Shard(self.dim),), tensor_meta=meta), requires_grad=False
+        )
 
 
 class HFWeights:
@@ -190,7 +192,13 @@ class HFWeights:
         return self._cut(shape, "experts", sources)
 
     def _cut(
-        self, shape: tuple[int, ...], cut: Cut, sources: tuple[str, ...], *, view: View | None = None, dim: int = 0
+        self,
+        shape: tuple[int, ...],
+        cut: Cut,
+        sources: tuple[str, ...],
+        *,
+        view: View | None = None,
+        dim: int = 0,
     ) -> Piece:
         mesh = {"whole": None, "tensor": self._mesh.tensor, "experts": self._mesh.experts}[cut]
         box = Box.whole(shape)
@@ -215,8 +223,8 @@ def _first_rows(tensor: Tensor, count: int = 0) -> Tensor:
 
 
 def _of_groups(tensor: Tensor, groups: int, start: int, stop: int) -> Tensor:
-    return tensor.unflatten(0, (groups, -1))[:, start:stop]
+    return tensor.view(groups, -1, *tensor.shape[1:])[:, start:stop]
 
 
 def _half(tensor: Tensor, second: bool) -> Tensor:
-    return tensor.unflatten(0, (2, -1))[int(second)]
+    return tensor.chunk(2)[int(second)]

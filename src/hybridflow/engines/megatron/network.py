@@ -54,11 +54,18 @@ class PackedAttention(nn.Module):
         self.scores = Scores(layer_number - 1, config.kv_channels**-0.5, None, None, None)
 
     def forward(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: None, *, packed_seq_params: PackedRows, **others: Any
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: None,
+        *,
+        packed_seq_params: PackedRows,
+        **others: Any,
     ) -> Tensor:
         """query [N, 1, H, D], key and value [N, 1, KV, D] -> [N, 1, H·D]."""
-        by_head = (each.permute(1, 2, 0, 3) for each in (query, key, value))
-        attended = packed_seq_params.layout.attend(*by_head, self.scores)
+        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        attended = packed_seq_params.layout.attend(query, key, value, self.scores)
         return attended.transpose(0, 1).flatten(2)
 
 
@@ -70,7 +77,9 @@ class RowAngles(nn.Module):
         self.frequencies: Tensor
         self.register_buffer("frequencies", frequencies.float(), persistent=False)
 
-    def get_rotary_seq_len(self, context: Any, block: Any, states: Any, config: Any, rows: PackedRows) -> PackedRows:
+    def get_rotary_seq_len(
+        self, context: Any, block: Any, states: Any, config: Any, rows: PackedRows
+    ) -> PackedRows:
         """Return what `forward` is then called with: the rows in the place of their length."""
         return rows
 
@@ -166,7 +175,11 @@ def transformer_config(
             "moe_ffn_hidden_size": getattr(config, "moe_intermediate_size", config.intermediate_size),
         }
     if recompute:
-        settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+        settings |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
     if layout.pp > 1:
         settings |= {"pipeline_dtype": dtype, "variable_seq_lengths": True, "batch_p2p_comm": False}
     return TransformerConfig(
@@ -230,4 +243,5 @@ def build_network(
     )
     backbone: Any = policy.text
     network.rotary_pos_emb = RowAngles(backbone.rotary_emb.inv_freq)
-    return network.to(device=device)
+    network.to(device=device)
+    return network

@@ -76,7 +76,9 @@ class DistributedAdamW:
     @property
     def num_steps(self) -> int:
         """Number of steps that the moments have taken, the same on all ranks."""
-        steps = [int(entry["step"]) for part in self._inners for entry in part.state.values() if "step" in entry]
+        steps = [
+            int(entry["step"]) for part in self._inners for entry in part.state.values() if "step" in entry
+        ]
         return max(steps, default=0)
 
     @property

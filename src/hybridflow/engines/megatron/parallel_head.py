@@ -32,13 +32,17 @@ class HeadCut:
     """Number of rows of tokens; later ones only pad the head."""
 
 
-def parallel_log_probs(states: Tensor, weight: Tensor, targets: Tensor, spec: OutputSpec, cut: HeadCut) -> TokenOutputs:
+def parallel_log_probs(
+    states: Tensor, weight: Tensor, targets: Tensor, spec: OutputSpec, cut: HeadCut
+) -> TokenOutputs:
     """Return what `spec` asks of each target: states [M, H], equal on all ranks, weight [rows, H], targets [M].
 
     Log-probs and entropies [M] in nats, float32 or better; gradients of the states are summed over ranks.
     """
     log_probs, entropy, squares = _ParallelLogProbs.apply(states, weight, targets, spec.temperature, cut)  # type: ignore[no-untyped-call]
-    return TokenOutputs(log_probs, entropy if spec.entropy else None, squares if spec.sum_pi_squared else None)
+    return TokenOutputs(
+        log_probs, entropy if spec.entropy else None, squares if spec.sum_pi_squared else None
+    )
 
 
 class _ParallelLogProbs(torch.autograd.Function):

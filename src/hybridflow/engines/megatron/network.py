@@ -11,6 +11,7 @@ megatron-core hands on `packed_seq_params`, which recomputed layers see again.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -243,5 +244,13 @@ def build_network(
     )
     backbone: Any = policy.text
     network.rotary_pos_emb = RowAngles(backbone.rotary_emb.inv_freq)
+    padding = policy.hf.get_input_embeddings().padding_idx
+    if network.pre_process and padding is not None:
+        network.embedding.word_embeddings.register_forward_hook(partial(_keep_padding, padding))
     network.to(device=device)
     return network
+
+
+def _keep_padding(padding: int, module: nn.Module, inputs: tuple[Tensor], states: Tensor) -> Tensor:
+    """Return embeddings [1, N, H] of tokens, without a gradient for that of `padding`, which torch never moves."""
+    return torch.where((inputs[0] == padding)[..., None], states.detach(), states)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from megatron_runs import Setting, read_and_export, resume, save, save_model, train
+from engine_zoo import training_rows
+from megatron_runs import Setting, padding, read_and_export, resume, save, save_model, train
 from safetensors.torch import load_file
 
 from ranks import Ranks
@@ -19,16 +22,21 @@ EXPERTS = {"experts": 2}
 BOTH = {"tensor": 2, "pipeline": 2}
 
 
-def test_the_padding_is_a_token_of_the_rows() -> None:
-    from engine_zoo import training_rows
-    from megatron_runs import padding
+@contextmanager
+def fresh(ranks: Ranks) -> Iterator[None]:
+    """Ranks without megatron-core's groups: it has one layout in a process."""
+    ranks.stop()
+    yield
+    ranks.stop()
 
+
+def test_the_padding_is_a_token_of_the_rows() -> None:
     rows = training_rows()
     assert (rows.batch["input_ids"][rows.batch["attention_mask"].bool()] == padding()).any()
 
 
 def assert_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
-    """Hold what all ranks of one engine have seen against what those of another have; rows may lie elsewhere."""
+    """Hold what all ranks of one engine have seen against what those of another have."""
     sums = [
         [sum(numbers) for numbers in zip(*(each["losses"] for each in side if each["returns"]), strict=True)]
         for side in (ours, theirs)
@@ -79,7 +87,8 @@ def test_five_steps_on_two_ranks(
     other = {} if sizes != EXPERTS else EXPERTS
     with fresh(two_ranks):
         assert_same(
-            two_ranks.run(train, setting), two_ranks.run(train, replace(setting, strategy="fsdp2", sizes=other))
+            two_ranks.run(train, setting),
+            two_ranks.run(train, replace(setting, strategy="fsdp2", sizes=other)),
         )
 
 
@@ -90,7 +99,8 @@ def test_five_steps_on_four_ranks(
     setting = Setting(save_model(tmp_path, family), sizes=sizes)
     with fresh(four_ranks):
         assert_same(
-            four_ranks.run(train, setting), four_ranks.run(train, replace(setting, strategy="fsdp2", sizes={}))
+            four_ranks.run(train, setting),
+            four_ranks.run(train, replace(setting, strategy="fsdp2", sizes={})),
         )
 
 
@@ -128,16 +138,3 @@ def test_weights_come_out_as_they_went_in(
     for sent, parts in found:
         assert files.keys() <= sent.keys() and all(torch.equal(sent[name], files[name]) for name in files)
         assert parts
-
-
-class fresh:  # noqa: N801  (a context)
-    """Ranks without megatron-core's groups: it has one layout in a process."""
-
-    def __init__(self, ranks: Ranks) -> None:
-        self.ranks = ranks
-
-    def __enter__(self) -> None:
-        self.ranks.stop()
-
-    def __exit__(self, *error: object) -> None:
-        self.ranks.stop()

@@ -1,4 +1,4 @@
-"""What `strategy=megatron` takes: megatron-core where it is installed, for what it serves; else PyTorch's engine.
+"""The engine behind `strategy=megatron`: megatron-core where it is installed, else PyTorch's own.
 
     megatron-core installed, several processes   the actor and the reference, or the model of a supervised run
     not installed, or one process                PyTorch's own engine, which has the same layouts

@@ -1,11 +1,11 @@
 """The engine of a model in megatron-core: its layers, its pipeline schedule, its distributed optimizer.
 
-    rows ──plan──► micro-batches ──megatron-core's schedule──► stages ──last one──► outputs ──loss──► gradients
+    rows ──plan──► micro-batches ──its schedule──► stages ──last one──► outputs ──loss──► gradients
     ──reduced by its data parallelism──► its optimizer
 
-`module` is the Hugging Face policy on the meta device: it says names, vocabulary and architecture, and has no
-memory. What leaves the engine (weights to generate with, checkpoints, exports) has Hugging Face names and boxes
-(`hf_weights`), as that of every other engine.
+`module` is the Hugging Face policy on the meta device: it says names, vocabulary and architecture, and has
+no memory. What leaves the engine (weights to generate with, checkpoints, exports) has Hugging Face names and
+boxes (`hf_weights`), as that of every other engine.
 """
 
 from __future__ import annotations
@@ -64,8 +64,9 @@ def join_groups(layout: ParallelLayout, device: torch.device) -> None:
     if parallel_state.model_parallel_is_initialized():
         if _sizes and _sizes[0] != layout:
             raise ModelError(
-                f"strategy=megatron: this process trains with {_sizes[0]}, and another of its models asks for "
-                f"{layout}; megatron-core has one layout in a process: give their fsdp_config blocks the same sizes"
+                f"strategy=megatron: this process trains with {_sizes[0]}, and another of its models asks "
+                f"for {layout}; megatron-core has one layout in a process: give their fsdp_config blocks the "
+                "same sizes"
             )
         return
     _sizes[:] = [layout]
@@ -128,7 +129,7 @@ class MegatronEngine(MicroBatchEngine):
 
     @contextmanager
     def _filled(self, *, written: bool = False) -> Iterator[None]:
-        """Give the module, inside the context, this rank's parts as its parameters; `written` puts them back."""
+        """Give the module this rank's parts as its parameters; `written` puts them back into the stage."""
         known = dict(self.module.named_parameters())
         parts = dict(self._parts())
         if written:  # in memory of their own, which does not overlap with that of the stage
@@ -338,7 +339,8 @@ class MegatronEngine(MicroBatchEngine):
             odd = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))[:3]
             raise CheckpointError(
                 f"The checkpoint's model has other parameters than this {self.name}, for example "
-                f"{[(name, theirs.get(name)) for name in odd]} in the place of {[own.get(name) for name in odd]}."
+                f"{[(name, theirs.get(name)) for name in odd]} in the place of "
+                f"{[own.get(name) for name in odd]}."
             )
         for name, part in self._pieces_of(saved):
             self.weights.pieces[name].write(self._parameter, part)
@@ -354,8 +356,8 @@ class MegatronEngine(MicroBatchEngine):
             if entry.keys() - {"master"} != wanted:
                 raise CheckpointError(
                     f"The checkpoint's optimizer has {', '.join(sorted(entry))} of {name}, and AdamW keeps "
-                    f"{', '.join(sorted(wanted))}: set optim.optimizer to the checkpoint's with strategy=fsdp2, "
-                    "or leave optimizer out of checkpoint.load_contents"
+                    f"{', '.join(sorted(wanted))}: set optim.optimizer to the checkpoint's with "
+                    "strategy=fsdp2, or leave optimizer out of checkpoint.load_contents"
                 )
         state: dict[str, dict[str, Tensor]] = {}
         for kind in ("master", *MOMENTS):
@@ -371,7 +373,7 @@ class MegatronEngine(MicroBatchEngine):
         adamw.load(state, max(steps, default=0))
 
     def _pieces_of(self, saved: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's part of each saved tensor that it holds; all ranks read them to the end together."""
+        """Yield this rank's part of each saved tensor that it holds; all ranks read them together."""
         for name, piece in self.weights.pieces.items():
             if name in saved and piece.sources and not is_absent(saved[name]):
                 like = piece.placed(torch.empty(piece.box.shape))
@@ -385,5 +387,5 @@ def _refuse_spec(spec: OutputSpec) -> None:
 
 
 def _finalize(ddp: DistributedDataParallel, model: Any, num_tokens: Any, **others: Any) -> None:
-    """Complete the gradients over all ranks; shares of the loss are normalised already, so nothing is divided."""
+    """Complete the gradients over all ranks; shares of the loss are normalised, so nothing is divided."""
     finalize_model_grads([ddp], None, **others)

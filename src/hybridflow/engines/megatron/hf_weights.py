@@ -5,9 +5,9 @@
     experts.gate_up_proj     ◄─► linear_fc1 of each expert that this rank holds
     lm_head                  ◄─► output_layer, without rows that only pad the vocabulary
 
-Each rank's part of a Hugging Face parameter is a box of it: tensor parallelism cuts by heads, columns or rows,
-expert parallelism by experts. The same map serves weights, moments of the optimizer and anything else that has
-the shapes of the weights, so checkpoints and generation know Hugging Face names alone.
+Each rank's part of a Hugging Face parameter is a box of it: tensor parallelism cuts by heads, columns or
+rows, expert parallelism by experts. The same map serves weights, moments of the optimizer and anything else
+that has the shapes of the weights, so checkpoints and generation know Hugging Face names alone.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Piece:
     box: Box
     """The place of the part in the whole, empty where another stage holds the parameter."""
     sources: tuple[str, ...] = ()
-    """Names of the stage's parameters that it lies in: one, or one for each expert; none where it is absent."""
+    """Names of the stage's parameters that it lies in: one, or one for each expert; none: it is absent."""
     view: View = lambda tensor: tensor
     """Returns the place of the part within a source; it has as many elements, in the same order."""
     mesh: DeviceMesh | None = None
@@ -65,7 +65,7 @@ class Piece:
     dim: int = 0
 
     def read(self, tensor_of: TensorOf) -> Tensor:
-        """Return the part of tensors with the shapes of the stage's parameters; a copy, unless it is one of them."""
+        """Return the part, from tensors with the shapes of the stage's parameters; it may be a view."""
         parts = [self.view(tensor_of(source).detach()) for source in self.sources]
         if len(parts) > 1:
             return torch.stack(parts)
@@ -120,7 +120,7 @@ class HFWeights:
             set_tensor_model_parallel_attributes(self.parameters[source], True, dim, 1)
 
     def read(self, tensor_of: TensorOf, dtype: torch.dtype) -> Iterator[tuple[str, Piece, Tensor]]:
-        """Yield each parameter's name, piece and part, of `dtype`; the whole is on the meta device where absent."""
+        """Yield each parameter's name, piece and part; where absent the whole, of `dtype`, without memory."""
         for name, piece in self.pieces.items():
             if piece.sources:
                 yield name, piece, piece.read(tensor_of)

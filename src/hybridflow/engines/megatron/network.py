@@ -1,15 +1,16 @@
-"""A decoder of megatron-core for a Hugging Face configuration: its layers, with our attention over packed rows.
+"""A decoder of megatron-core for a Hugging Face configuration, with our attention over packed rows.
 
-    packed rows ──► embeddings ──► layers of this stage ──► states [N, 1, H], or log-probs where the last one is
+    packed rows ──► embeddings ──► layers of this stage ──► states [N, 1, H]
 
 megatron-core's own layers without Transformer Engine know no packed rows. So two parts are ours: the core
-attention, which is the one of all engines (`models/attention/layouts.py`), and the rotary angles, which come from
-the frequencies of the Hugging Face model at the positions within rows. Both get the micro-batch where
+attention, which is the one of all engines (`models/attention/layouts.py`), and the rotary angles, which come
+from the frequencies of the Hugging Face model at the positions within rows. Both get the micro-batch where
 megatron-core hands on `packed_seq_params`, which recomputed layers see again.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -32,7 +33,8 @@ from hybridflow.protocol.packing import PackedBatch
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
 """Values of `model_type` whose layers megatron-core has, and whose weights `hf_weights` maps."""
-WAY_OUT = "set actor_rollout_ref.actor.strategy=fsdp2, the torch-native layouts, which train it"
+ROPES = ("default", "linear", "llama3")
+WAY_OUT = "Set strategy=fsdp2, PyTorch's own engine, which trains it"
 
 
 @dataclass(frozen=True)
@@ -114,49 +116,52 @@ class Network(GPTModel):  # type: ignore[misc]
 
 
 def check_family(config: PretrainedConfig, layout: ParallelLayout) -> None:
-    """Raise ModelError for a model or a layout that megatron-core does not serve here; nothing is allocated."""
+    """Raise ModelError for a model or a layout that megatron-core does not serve here."""
     kind = config.model_type
-    heads = int(getattr(config, "num_attention_heads", 0))
-    groups = int(getattr(config, "num_key_value_heads", None) or heads)
-    rope = getattr(config, "rope_parameters", None) or {}
-    experts = num_experts(config)
-    found: dict[str, bool] = {
-        f"its model_type is none of {', '.join(FAMILIES)}": kind not in FAMILIES,
-        "its attention has a bias": kind in ("llama", "mistral", "qwen3", "qwen3_moe")
-        and bool(getattr(config, "attention_bias", False)),
-        "its layers of neurons have a bias": bool(getattr(config, "mlp_bias", False)),
-        "it attends in a sliding window": "sliding_attention" in (getattr(config, "layer_types", None) or ())
-        or (kind in ("mistral", "mixtral") and getattr(config, "sliding_window", None) is not None),
-        f"its rope_type is {rope.get('rope_type')!r}, and default, linear and llama3 are served": rope.get(
-            "rope_type", "default"
-        )
-        not in ("default", "linear", "llama3"),
-        "only some of its layers have experts": bool(getattr(config, "mlp_only_layers", None))
-        or getattr(config, "decoder_sparse_step", 1) != 1,
-        f"its activation is {getattr(config, 'hidden_act', None)!r}, and silu is served": getattr(
-            config, "hidden_act", "silu"
-        )
-        != "silu",
-        f"tensor_parallel_size={layout.tp} divides not both {heads} heads and {groups} key-value heads": heads
-        % layout.tp
-        != 0
-        or groups % layout.tp != 0,
-        f"pipeline_parallel_size={layout.pp} does not divide its {config.num_hidden_layers} layers": int(
-            config.num_hidden_layers
-        )
-        % layout.pp
-        != 0,
-        f"expert_parallel_size={layout.ep} does not divide its {experts} experts": layout.ep > 1
-        and (not experts or experts % layout.ep != 0),
-        "tensor_parallel_size above 1 beside experts needs sequence parallelism, which megatron-core's norms "
-        "have with Transformer Engine only": layout.tp > 1 and bool(experts),
-        "ulysses_sequence_parallel_size above 1 needs Transformer Engine's attention": layout.cp > 1,
-    }
-    why = [reason for reason, is_so in found.items() if is_so]
+    why = [f"only {', '.join(FAMILIES)} are mapped"]
+    if kind in FAMILIES:
+        why = [*_odd_parts(config), *_odd_sizes(config, layout)]
     if why:
         raise ModelError(
             f"strategy=megatron does not serve this model of model_type {kind!r}: {'; '.join(why)}. {WAY_OUT}"
         )
+
+
+def _odd_parts(config: PretrainedConfig) -> Iterator[str]:
+    """Yield what the layers of a family have here that the map of weights and layers leaves out."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
+        yield "its layers have biases"
+    windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if windows or (config.model_type in ("mistral", "mixtral") and config.sliding_window is not None):
+        yield "it attends in a sliding window"
+    if rope.get("rope_type", "default") not in ROPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        yield f"its rotary positions are {rope}, and {', '.join(ROPES)} over whole heads are served"
+    if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
+        yield "only some of its layers have experts"
+    if config.hidden_act != "silu":
+        yield f"its activation is {config.hidden_act}, and silu is served"
+
+
+def _odd_sizes(config: PretrainedConfig, layout: ParallelLayout) -> Iterator[str]:
+    """Yield which sizes of the layout do not fit the model."""
+    experts = num_experts(config)
+    if config.num_attention_heads % layout.tp or config.num_key_value_heads % layout.tp:
+        yield (
+            f"tensor_parallel_size={layout.tp} does not divide both its {config.num_attention_heads} heads "
+            f"and its {config.num_key_value_heads} key-value heads"
+        )
+    if config.num_hidden_layers % layout.pp:
+        yield f"pipeline_parallel_size={layout.pp} does not divide its {config.num_hidden_layers} layers"
+    if layout.ep > 1 and (not experts or experts % layout.ep):
+        yield f"expert_parallel_size={layout.ep} does not divide its {experts} experts"
+    if layout.tp > 1 and experts:
+        yield (
+            f"tensor_parallel_size={layout.tp} beside experts needs sequence parallelism, which "
+            "megatron-core's norms have with Transformer Engine only"
+        )
+    if layout.cp > 1:
+        yield f"ulysses_sequence_parallel_size={layout.cp} needs Transformer Engine's attention"
 
 
 def transformer_config(
@@ -223,7 +228,7 @@ def transformer_config(
 def build_network(
     policy: PolicyModel, layout: ParallelLayout, dtype: torch.dtype, device: torch.device, *, recompute: bool
 ) -> Network:
-    """Return this rank's stage, with memory for its weights that is not written; all ranks call it together."""
+    """Return this rank's stage with unwritten memory for its weights; all ranks call it together."""
     config: Any = policy.config
     settings = transformer_config(config, layout, dtype, recompute=recompute)
     spec = get_gpt_layer_local_spec(
@@ -244,7 +249,8 @@ def build_network(
     )
     backbone: Any = policy.text
     network.rotary_pos_emb = RowAngles(backbone.rotary_emb.inv_freq)
-    padding = policy.hf.get_input_embeddings().padding_idx
+    table: Any = policy.hf.get_input_embeddings()
+    padding: int | None = table.padding_idx
     if network.pre_process and padding is not None:
         network.embedding.word_embeddings.register_forward_hook(partial(_keep_padding, padding))
     network.to(device=device)
@@ -252,5 +258,5 @@ def build_network(
 
 
 def _keep_padding(padding: int, module: nn.Module, inputs: tuple[Tensor], states: Tensor) -> Tensor:
-    """Return embeddings [1, N, H] of tokens, without a gradient for that of `padding`, which torch never moves."""
+    """Return embeddings [1, N, H] without a gradient for that of `padding`, which torch never moves."""
     return torch.where((inputs[0] == padding)[..., None], states.detach(), states)

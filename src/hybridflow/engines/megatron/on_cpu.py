@@ -28,7 +28,7 @@ def speak_of_the_cpu() -> None:
     # recomputed layers draw nothing: models are trained without dropout
     random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()  # type: ignore[attr-defined]
     random._set_cuda_rng_state = lambda *args, **kwargs: None  # type: ignore[attr-defined]
-    # counts of tokens for experts are in main memory already: no stream copies them, and nothing waits for one
+    # counts of tokens for experts are in main memory already: no stream copies them, nothing waits for one
     dispatcher = sys.modules[f"{PACKAGE}.transformer.moe.token_dispatcher"].MoEAlltoAllTokenDispatcher
     dispatcher.cuda_dtoh_stream = torch.cpu.current_stream()
     dispatcher._maybe_update_cuda_sync_point = lambda self, point: None

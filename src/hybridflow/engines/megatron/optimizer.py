@@ -1,7 +1,7 @@
-"""megatron-core's distributed optimizer: AdamW whose moments and masters are divided among data-parallel ranks.
+"""megatron-core's distributed optimizer: AdamW, its moments and masters divided among data-parallel ranks.
 
-Its state is read and written by the names of the stage's parameters, each whole as this rank's stage has it, so
-that checkpoints know nothing of its buffers.
+Its state is read and written by the names of the stage's parameters, each whole as this rank's stage has it,
+so that checkpoints know nothing of its buffers.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class DistributedAdamW:
         self.inner.zero_grad()
 
     def gradient_norm(self) -> Tensor:
-        """Return the 2-norm of the gradients of all ranks, 0-d float64 on the host; gradients are then complete."""
+        """Complete the gradients, and return the 2-norm of those of all ranks, 0-d float64 on the host."""
         self.inner.prepare_grads()
         return torch.tensor(float(self.inner.get_grad_norm()), dtype=torch.float64)
 
@@ -108,7 +108,7 @@ class DistributedAdamW:
 
     @torch.no_grad()
     def load(self, state: Mapping[str, Mapping[str, Tensor]], num_steps: int) -> None:
-        """Take this rank's parts of masters and moments, whole tensors by kind and name, after `num_steps`."""
+        """Take this rank's parts of masters and moments, whole tensors by kind and name."""
         for name, parameter in self.parameters.items():
             part = self._part_of[parameter]
             if parameter not in part.model_param_group_index_map:

@@ -1,6 +1,6 @@
 """Log-probs from an output head whose rows are cut among the ranks of tensor parallelism.
 
-    logits [M, V/tp] of each rank ──largest, sums over ranks──► log-probs, entropies, Σπ² [M], equal on all ranks
+    logits [M, V/tp] of each rank ──largest, sums over ranks──► log-probs, entropies, Σπ² [M] on all ranks
 
 Whole logits are on no rank, and those of a rank a chunk of tokens at a time; the backward pass computes them
 again. The formulas are those of `models/heads/log_probs.py`, which serves a head that is whole.
@@ -35,8 +35,9 @@ class HeadCut:
 def parallel_log_probs(
     states: Tensor, weight: Tensor, targets: Tensor, spec: OutputSpec, cut: HeadCut
 ) -> TokenOutputs:
-    """Return what `spec` asks of each target: states [M, H], equal on all ranks, weight [rows, H], targets [M].
+    """Return what `spec` asks of each target.
 
+    States [M, H] and targets [M] are equal on all ranks; weight [rows, H] is this rank's part of the head.
     Log-probs and entropies [M] in nats, float32 or better; gradients of the states are summed over ranks.
     """
     log_probs, entropy, squares = _ParallelLogProbs.apply(states, weight, targets, spec.temperature, cut)  # type: ignore[no-untyped-call]

@@ -1,5 +1,5 @@
-"""GRPO and supervised runs in two processes: megatron-core logs what PyTorch's engine does, and goes on from its
-checkpoints, as that goes on from megatron-core's.
+"""GRPO and supervised runs in two processes: megatron-core logs what PyTorch's engine does, and goes on from
+its checkpoints, as that goes on from megatron-core's.
 """
 
 from __future__ import annotations

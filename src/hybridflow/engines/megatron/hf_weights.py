@@ -49,7 +49,7 @@ _WHOLE = {
 
 
 @dataclass(frozen=True)
-class Piece:
+class StagePiece:
     """This rank's part of one Hugging Face parameter."""
 
     shape: tuple[int, ...]
@@ -119,7 +119,7 @@ class HFWeights:
         for source, dim in cut.items():
             set_tensor_model_parallel_attributes(self.parameters[source], True, dim, 1)
 
-    def read(self, tensor_of: TensorOf, dtype: torch.dtype) -> Iterator[tuple[str, Piece, Tensor]]:
+    def read(self, tensor_of: TensorOf, dtype: torch.dtype) -> Iterator[tuple[str, StagePiece, Tensor]]:
         """Yield each parameter's name, piece and part; where absent the whole, of `dtype`, without memory."""
         for name, piece in self.pieces.items():
             if piece.sources:
@@ -133,7 +133,7 @@ class HFWeights:
             f"something else. {WAY_OUT}"
         )
 
-    def _piece(self, name: str, shape: tuple[int, ...]) -> Piece:
+    def _piece(self, name: str, shape: tuple[int, ...]) -> StagePiece:
         file_name = self._policy.file_name(name)
         layer = _LAYER.fullmatch(file_name)
         if layer is not None:
@@ -163,7 +163,7 @@ class HFWeights:
             raise self._misfit(f"has a parameter {file_name} that its layers lack")
         return found
 
-    def _in_layer(self, part: str, layer: str, shape: tuple[int, ...]) -> Piece:
+    def _in_layer(self, part: str, layer: str, shape: tuple[int, ...]) -> StagePiece:
         """Return the piece of a parameter of a layer that this rank holds."""
         own, _, kind = part.rpartition(".")
         if part in _WHOLE:
@@ -199,19 +199,19 @@ class HFWeights:
         *,
         view: View | None = None,
         dim: int = 0,
-    ) -> Piece:
+    ) -> StagePiece:
         mesh = {"whole": None, "tensor": self._mesh.tensor, "experts": self._mesh.experts}[cut]
         box = Box.whole(shape)
         if mesh is not None:
             box = box.cut(dim, mesh.get_local_rank(), mesh.size())
         if view is _first_rows:
             view = partial(_first_rows, count=box.shape[0])
-        return Piece(shape, box, sources, view or _same, mesh, dim)
+        return StagePiece(shape, box, sources, view or _same, mesh, dim)
 
 
-def _absent(shape: tuple[int, ...]) -> Piece:
+def _absent(shape: tuple[int, ...]) -> StagePiece:
     nothing = (0,) * len(shape)
-    return Piece(shape, Box(nothing, nothing))
+    return StagePiece(shape, Box(nothing, nothing))
 
 
 def _same(tensor: Tensor) -> Tensor:

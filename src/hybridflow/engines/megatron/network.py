@@ -21,7 +21,6 @@ from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
-from transformers import PretrainedConfig
 
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.errors import ModelError
@@ -115,7 +114,7 @@ class Network(GPTModel):  # type: ignore[misc]
         return weight
 
 
-def check_family(config: PretrainedConfig, layout: ParallelLayout) -> None:
+def check_family(config: Any, layout: ParallelLayout) -> None:
     """Raise ModelError for a model or a layout that megatron-core does not serve here."""
     kind = config.model_type
     why = [f"only {', '.join(FAMILIES)} are mapped"]
@@ -127,7 +126,7 @@ def check_family(config: PretrainedConfig, layout: ParallelLayout) -> None:
         )
 
 
-def _odd_parts(config: PretrainedConfig) -> Iterator[str]:
+def _odd_parts(config: Any) -> Iterator[str]:
     """Yield what the layers of a family have here that the map of weights and layers leaves out."""
     rope = getattr(config, "rope_parameters", None) or {}
     if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
@@ -143,7 +142,7 @@ def _odd_parts(config: PretrainedConfig) -> Iterator[str]:
         yield f"its activation is {config.hidden_act}, and silu is served"
 
 
-def _odd_sizes(config: PretrainedConfig, layout: ParallelLayout) -> Iterator[str]:
+def _odd_sizes(config: Any, layout: ParallelLayout) -> Iterator[str]:
     """Yield which sizes of the layout do not fit the model."""
     experts = num_experts(config)
     if config.num_attention_heads % layout.tp or config.num_key_value_heads % layout.tp:
@@ -165,7 +164,7 @@ def _odd_sizes(config: PretrainedConfig, layout: ParallelLayout) -> Iterator[str
 
 
 def transformer_config(
-    config: PretrainedConfig, layout: ParallelLayout, dtype: torch.dtype, *, recompute: bool
+    config: Any, layout: ParallelLayout, dtype: torch.dtype, *, recompute: bool
 ) -> TransformerConfig:
     """Return megatron-core's configuration of a model that `check_family` has passed."""
     experts = num_experts(config) or None

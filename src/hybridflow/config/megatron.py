@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from hybridflow.config.layout import num_processes, pool_sizes
 from hybridflow.config.model import FSDPConfig, ModelConfig, OptimConfig
 from hybridflow.config.needs import needs_reference, wants_full_kl
-from hybridflow.config.preference import RewardModelConfig
+from hybridflow.config.preference import DPOConfig, RewardModelConfig
 from hybridflow.config.root import PPOConfig, SFTConfig
 
 ACTOR = "actor_rollout_ref.actor"
@@ -45,8 +45,8 @@ def megatron_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
         yield from _of_block(key, "engine", config.engine, config.engine.ulysses_sequence_parallel_size)
         yield from _of_model(key, "model", config.model)
         yield from _of_optimizer(key, "optim", config.optim)
-        if isinstance(config, RewardModelConfig):
-            yield f"{key}=megatron trains causal language models, and no reward models: set {key}=fsdp2"
+        if isinstance(config, (DPOConfig, RewardModelConfig)):
+            yield f"{key}=megatron learns from no comparisons: set {key}=fsdp2"
 
 
 def _of_ppo(config: PPOConfig) -> Iterator[str]:

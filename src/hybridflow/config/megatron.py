@@ -62,6 +62,7 @@ def _of_ppo(config: PPOConfig) -> Iterator[str]:
         f"{ACTOR}.router_aux_loss_coef={actor.router_aux_loss_coef}": bool(actor.router_aux_loss_coef),
         f"{ACTOR}.kl_loss_type=full": wants_full_kl(actor),
         "actor_rollout_ref.rollout.exact=true": roles.rollout.exact is True,
+        f"algorithm.ref_update_freq={config.algorithm.ref_update_freq}": config.algorithm.ref_update_freq > 0,
     }
     yield from _refusals(key, refused)
     if not needs_reference(config):

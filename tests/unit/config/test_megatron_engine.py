@@ -64,6 +64,7 @@ def test_pytorch_serves_it(monkeypatch: pytest.MonkeyPatch) -> None:
         (PPOConfig, ["actor_rollout_ref.actor.optim.optimizer=Muon"], "actor.optim.optimizer=Muon"),
         (PPOConfig, ["actor_rollout_ref.rollout.exact=true"], "rollout.exact=true"),
         (PPOConfig, ["actor_rollout_ref.actor.router_replay.mode=R2"], "router_replay.mode=R2"),
+        (PPOConfig, ["algorithm.ref_update_freq=2"], "algorithm.ref_update_freq=2"),
         (PPOConfig, ["actor_rollout_ref.actor.use_prefix_grouper=true"], "use_prefix_grouper=true"),
         (PPOConfig, ["actor_rollout_ref.actor.router_aux_loss_coef=0.1"], "router_aux_loss_coef=0.1"),
         (PPOConfig, [KL, "actor_rollout_ref.actor.kl_loss_type=full"], "kl_loss_type=full"),

@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: setup demo demo-seeds learn agents async schedules code-task red-squares preference reward-models families long-context keys real bench bench-gpu driver-bytes device-counts test-device row-stores exact same-bits cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang test-trackers dist coverage check docs docs-test format help clean
+.PHONY: setup demo demo-seeds learn agents async schedules code-task red-squares preference reward-models families long-context keys real bench bench-gpu driver-bytes device-counts test-device row-stores exact same-bits cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang test-trackers test-megatron dist coverage check docs docs-test format help clean
 
 setup: $(READY)  ## install everything into .venv, once
 
@@ -127,6 +127,12 @@ test-sglang: .venv-sglang/.ready  ## SGLang itself, its kernel package stubbed, 
 .venv-sglang/.ready: scripts/setup_sglang.sh scripts/stub_package.py .venv-vllm/.ready
 	scripts/setup_sglang.sh
 
+test-megatron: .venv-megatron/.ready  ## megatron-core on a CPU, in an environment of its own (1 GB, made once): against PyTorch's own engine
+	OMP_NUM_THREADS=1 .venv-megatron/bin/python -m pytest tests/with_megatron
+
+.venv-megatron/.ready: scripts/setup_megatron.sh pyproject.toml
+	scripts/setup_megatron.sh
+
 test-trackers: .venv-trackers/.ready  ## every tracker's real library, in an environment of its own (2 GB, made once): a run that is killed and goes on, read back
 	OMP_NUM_THREADS=1 .venv-trackers/bin/python -m pytest tests/with_trackers
 
@@ -173,4 +179,4 @@ format: setup  ## let ruff mend what it can
 	$(BIN)/ruff format .
 
 clean:  ## remove what was built
-	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-trackers build dist .pytest_cache .mypy_cache .ruff_cache .coverage
+	rm -rf $(VENV) .venv-vllm .venv-sglang .venv-trackers .venv-megatron build dist .pytest_cache .mypy_cache .ruff_cache .coverage

@@ -358,7 +358,7 @@ NOTHING: Mapping[str, str] = {
     "engine.*": "layout over processes and memory",
     "*.fsdp_config.*": "layout over processes and memory: the same up to rounding (cluster_parity.md)",
     "*.ulysses_sequence_parallel_size": "layout over processes",
-    "*.strategy": "names of the one training engine",
+    "*.strategy": "the training engine: the same numbers up to rounding (make test-megatron)",
     "*checkpoint.*": "what a checkpoint holds",
     "*_per_gpu": "rows and tokens of one pass: memory and speed",
     "algorithm.share_prompts": "computes a prompt once: the same numbers up to rounding",

@@ -47,8 +47,8 @@ def _check(options: argparse.Namespace) -> None:
     """Refuse options that are not supported, and log those without effect."""
     if options.backend == "megatron":
         raise ConfigError(
-            "--backend megatron is not supported: checkpoints of this version are written by the fsdp "
-            "engine only, use --backend fsdp"
+            "--backend megatron is not supported: checkpoints of this version have one form, whichever "
+            "engine wrote them: use --backend fsdp"
         )
     if options.private and not options.hf_upload_path:
         raise ConfigError(

@@ -237,8 +237,9 @@ class ActorConfig(ShardedLearnerConfig):
 
     strategy: Literal["fsdp", "fsdp2", "megatron"] = key(
         "fsdp2",
-        "Training engine of the actor; fsdp and megatron are other names of fsdp2, which has the layouts of "
-        "all three.",
+        "Training engine of the actor and the reference: fsdp2 is PyTorch's, with all layouts; megatron is "
+        "megatron-core where it is installed and there are several processes, and fsdp2 elsewhere; fsdp is "
+        "another name of fsdp2.",
     )
     ppo_mini_batch_size: int = key(
         256,

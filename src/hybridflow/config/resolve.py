@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from hybridflow.config.convert import WRONG, WrongKeyRead
 from hybridflow.config.layout import resolved_controller
+from hybridflow.config.megatron import TORCH, megatron_serves
 from hybridflow.config.needs import estimator_facts, is_given, loss_facts
 from hybridflow.config.reward import MODEL_TERM
 from hybridflow.config.root import PPOConfig, SFTConfig
@@ -154,13 +155,33 @@ def _mini_batch(config: PPOConfig, given: Set[str], notes: list[str]) -> Values:
 
 
 def _engine(config: PPOConfig, given: Set[str], notes: list[str]) -> Values:
-    """One engine has the layouts of all three; a line says so to those who ask for Megatron-LM."""
-    if config.actor_rollout_ref.actor.strategy == "megatron":
+    """Choose the engine, megatron-core or PyTorch's; a line says which to those who ask for megatron.
+
+    megatron-core generates with a copy of the weights, whose log-probs are not those of training to the bit.
+    """
+    values = _strategy(f"{ACTOR}.strategy", config, notes)
+    if values[f"{ACTOR}.strategy"] == "megatron" and config.actor_rollout_ref.rollout.exact == "auto":
+        values[f"{ROLLOUT}.exact"] = False
+    return values
+
+
+def _supervised_engine(config: SFTConfig, given: Set[str], notes: list[str]) -> Values:
+    """Choose the engine of a supervised run, as `_engine` does."""
+    return _strategy("engine.strategy", config, notes)
+
+
+def _strategy(key: str, config: PPOConfig | SFTConfig, notes: list[str]) -> Values:
+    if get_value(config, key) != "megatron":
+        return {key: "fsdp2"}
+    why = megatron_serves(config)
+    if why is not None:
         notes.append(
-            f"{ACTOR}.strategy=megatron: the sizes of its block are those of fsdp_config, and run by "
-            "PyTorch's own engine (FSDP2, tensor parallelism, stages by 1F1B), not Megatron-LM"
+            f"{key}=megatron: the sizes of its block are those of fsdp_config, and run by {TORCH}, not "
+            f"Megatron-LM: {why}"
         )
-    return {f"{ACTOR}.strategy": "fsdp2"}
+        return {key: "fsdp2"}
+    notes.append(f"{key}=megatron: megatron-core trains, with the sizes of its block")
+    return {key: "megatron"}
 
 
 def _overlong(config: PPOConfig) -> int:
@@ -245,7 +266,7 @@ SHARED: Steps = (
     _set("trainer.logger", lambda config: _as_list(config.trainer.logger)),
     _set("trainer.controller", lambda config: resolved_controller(config.trainer)),
 )
-SUPERVISED: Steps = (*SHARED, *_follow(SFT_FOLLOWS))
+SUPERVISED: Steps = (*SHARED, *_follow(SFT_FOLLOWS), (("engine.strategy",), _supervised_engine))
 PPO: Steps = (
     *SHARED,
     ((LOSS,), _bypass_loss),
@@ -255,7 +276,7 @@ PPO: Steps = (
     (("trainer.async.run_ahead",), _run_ahead),
     _where_null("trainer.async.max_staleness", _max_staleness),
     *_follow(PPO_FOLLOWS),
-    ((f"{ACTOR}.strategy",), _engine),
+    ((f"{ACTOR}.strategy", f"{ROLLOUT}.exact"), _engine),
     _where_null(f"{ACTOR}.loss_scale_factor", lambda config: float(config.data.max_response_length)),
     _where_null(OVERLONG, _overlong),
     _where_null(f"{ACTOR}.loss_agg_mode", lambda config: getattr(loss_facts(config), "agg_mode", None)),

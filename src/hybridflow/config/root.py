@@ -205,6 +205,11 @@ class PPOConfig:
 class SFTEngineConfig(FSDPConfig):
     """The training engine of a supervised run."""
 
+    strategy: Literal["fsdp", "fsdp2", "megatron"] = key(
+        "fsdp2",
+        "Training engine: fsdp2 is PyTorch's, with all layouts; megatron is megatron-core where it is "
+        "installed and there are several processes, and fsdp2 elsewhere; fsdp is another name of fsdp2.",
+    )
     ulysses_sequence_parallel_size: int = key(
         1, "Ranks that share the tokens of each row (Ulysses sequence parallelism), for long rows.", minimum=1
     )

@@ -68,6 +68,12 @@ def init(rank: int, world_size: int, address: str, port: int, device: torch.devi
     logger.debug("rank %d of %d has joined at %s:%d (%s)", rank, world_size, address, port, backend)
 
 
+def timeout_s() -> float:
+    """Return how long the collectives of the world wait, seconds."""
+    assert _timeout is not None, "this process is in no group"
+    return _timeout.total_seconds()
+
+
 def subgroup(ranks: Sequence[int]) -> dist.ProcessGroup:
     """Return a new group of some ranks, whose collectives wait as long as those of the world.
 

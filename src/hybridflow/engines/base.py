@@ -65,7 +65,7 @@ class Held:
 
 
 class TrainEngine(Protocol):
-    """One model in training. `engines/fsdp` implements it."""
+    """One model in training, by PyTorch (`engines/fsdp`, `engines/pipeline.py`) or by `engines/megatron`."""
 
     device: torch.device
 
@@ -86,6 +86,9 @@ class TrainEngine(Protocol):
 
         Tied parameters come once. What is offloaded comes from where it is.
         """
+
+    def readable_policy(self) -> AbstractContextManager[None]:
+        """Return a context in which the parameters of `policy` are this rank's parts, for a reader of all."""
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """Return a context in which a model with adapters answers as its base does; for `forward` alone."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -39,6 +39,9 @@ from hybridflow.models.score import HEAD_NAMES, ScoreModel
 from hybridflow.models.value import ValueModel
 from hybridflow.models.vision import settle_tower
 
+if TYPE_CHECKING:
+    from hybridflow.engines.megatron.engine import MegatronEngine
+
 _BUILDERS: dict[Kind, Callable[..., PolicyModel | ValueModel]] = {
     "policy": build_policy,
     "value": build_value,
@@ -62,12 +65,14 @@ def build_engine(
     activation_offload: bool = False,
     lora: LoraSettings | None = None,
     freeze_vision_tower: bool = False,
-) -> FSDPEngine:
+    strategy: str = "fsdp2",
+) -> FSDPEngine | MegatronEngine:
     """Build the engine of a policy, a value model or a reward model.
 
     `model` holds the arguments of `build_policy`; without `optim` nothing is trained. With more than one
-    rank, all ranks of the process group build it together. Raises ModelError as `build_policy` does, and for
-    a reward model without a head that is not to be trained.
+    rank, all ranks of the process group build it together. `strategy` megatron is for a policy over several
+    ranks, with none of the settings that its keys exclude. Raises ModelError as `build_policy` does, for a
+    reward model without a head that is not to be trained, and for what megatron-core does not serve.
     """
     device = torch.device(model["device"])
     settings = {key: value for key, value in model.items() if key not in ("device", "dtype")}
@@ -77,6 +82,19 @@ def build_engine(
     mesh: EngineMesh | None = None
     if layout.world_size > 1:
         mesh = engine_mesh(layout, device.type)
+    updates = {
+        "name": name,
+        "optim": optim,
+        "total_steps": total_steps,
+        "grad_clip": grad_clip,
+        "max_nonfinite_steps": max_nonfinite_steps,
+        "dump_dir": dump_dir,
+        "mesh": mesh,
+        "device": device,
+    }
+    if strategy == "megatron":
+        assert kind == "policy" and mesh is not None, "other models and single ranks are PyTorch's"
+        return _megatron_engine(resolve_dtype(dtype, device), mesh, settings, updates)
     compute_dtypes: dict[str, torch.dtype] = {}
     blocks: list[nn.Module] = []
     stage: Stage | None = None
@@ -113,18 +131,25 @@ def build_engine(
     if stage is not None:
         make = partial(PipelineEngine, stage)
     return make(
-        name=name,
-        optim=optim,
-        total_steps=total_steps,
-        grad_clip=grad_clip,
-        max_nonfinite_steps=max_nonfinite_steps,
-        dump_dir=dump_dir,
         fsdp=fsdp,
-        mesh=mesh,
-        device=device,
         compute_dtypes=compute_dtypes,
         activations=ActivationOffload(stage or module, blocks) if activation_offload else None,
+        **updates,
     )
+
+
+def _megatron_engine(
+    dtype: torch.dtype, mesh: EngineMesh, settings: dict[str, Any], updates: dict[str, Any]
+) -> MegatronEngine:
+    """Build a policy's engine in megatron-core, which is imported here, for those who ask for it."""
+    from hybridflow.engines.megatron.engine import MegatronEngine
+
+    described = {
+        key: value for key, value in settings.items() if key not in ("probe", "gradient_checkpointing")
+    }
+    meta = meta_model("policy", dtype=dtype, **described)
+    recompute = updates["optim"] is not None and bool(settings.get("gradient_checkpointing", False))
+    return MegatronEngine(meta, recompute=recompute, **updates)
 
 
 def _stage_of(module: PolicyModel | ValueModel, mesh: EngineMesh, fsdp: FSDPConfig) -> Stage | None:

@@ -18,6 +18,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -42,6 +43,19 @@ WITHOUT_GRADIENT = (
     "it does not depend on the model. Look for detach(), .item(), .data or no_grad in a loss of your own "
     "(policy_loss.loss_mode), and for code of your own that freezes parameters (external_lib)"
 )
+
+
+class Stepper(Protocol):
+    """The optimizer of an engine, `MasterAdamW` or a library's own."""
+
+    def zero_grad(self) -> None:
+        """Drop all gradients."""
+
+    def scale_gradients(self, factor: Tensor) -> None:
+        """Multiply every gradient by a 0-d tensor of main memory."""
+
+    def step(self, lr: float) -> None:
+        """Take one step at learning rate `lr`, and leave the model with the weights that come of it."""
 
 
 @dataclass
@@ -96,7 +110,7 @@ class MicroBatchEngine(ABC):
         name: str,
         device: torch.device,
         optim: OptimConfig | None,
-        optimizer: MasterAdamW | None,
+        optimizer: Stepper | None,
         total_steps: int = 0,
         grad_clip: float | None = None,
         max_nonfinite_steps: int = 3,
@@ -106,7 +120,7 @@ class MicroBatchEngine(ABC):
         self.name = name
         self.device = device
         self.optim = optim
-        self.optimizer = optimizer
+        self.optimizer: Stepper | None = optimizer
         self.total_steps = total_steps
         if optim is not None and optim.total_training_steps >= 0:
             self.total_steps = optim.total_training_steps
@@ -196,7 +210,7 @@ class MicroBatchEngine(ABC):
         The host waits once, for all of the numbers. Raises TrainingError on all ranks where no parameter has
         a gradient. One of zeros is a gradient.
         """
-        assert self.optimizer is not None
+        assert isinstance(self.optimizer, MasterAdamW), "another optimizer is measured by its own engine"
         if self.mesh is None:
             norm = self.optimizer.gradient_norm()
             loss, length = torch.stack([sums.loss, norm.to(sums.loss)]).tolist()
@@ -219,7 +233,7 @@ class MicroBatchEngine(ABC):
 
     def _refuse_without_gradient(self, number: int, loss: float) -> None:
         """Raise TrainingError where the parameters have no gradient at all, `number` of them."""
-        assert self.optimizer is not None
+        assert isinstance(self.optimizer, MasterAdamW)
         if not number:
             raise TrainingError(
                 f"{self.name}: optimizer step {self.num_steps + 1} has a loss of {loss:g}, and none of the "

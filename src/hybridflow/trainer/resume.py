@@ -38,6 +38,7 @@ ENGINE_PARTS = {"model": ("model",), "optimizer": ("optimizer",), "extra": ("sch
 """What the words of `checkpoint.save_contents` mean in an engine's state."""
 
 SPREADS = {
+    "strategy",
     "fsdp_size",
     "tensor_parallel_size",
     "pipeline_parallel_size",

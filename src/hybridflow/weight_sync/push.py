@@ -18,6 +18,7 @@ has other weights than those before asks for whole tensors.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -285,12 +286,14 @@ class LocalPush:
                 tensors = whole_tensors(self.policy, dict(adapter_tensors(self.policy)))
                 engine.update_adapters(tensors, version, facts)
             else:
-                weights = plain_weights(self.policy, self._dtypes)
-                try:
-                    engine.update_weights(weights, version)
-                finally:  # other ranks, whose engines live, read sharded weights with this one
-                    for _ in weights:
-                        pass
+                readable = nullcontext() if self.trainer is None else self.trainer.readable_policy()
+                with readable:
+                    weights = plain_weights(self.policy, self._dtypes)
+                    try:
+                        engine.update_weights(weights, version)
+                    finally:  # other ranks, whose engines live, read sharded weights with this one
+                        for _ in weights:
+                            pass
         finally:
             if self.trainer is not None:
                 self.trainer.offload()

@@ -60,7 +60,7 @@ def build_rollout_worker(
     if actor_engine is None:
         return _standalone(config, build, model, lora, replica)
     policy = actor_engine.policy
-    if replica.size == 1 and actor_engine.layout.world_size == 1:
+    if replica.size == 1 and not policy.is_sharded:
         shared = None
         if actor_engine.is_offloaded:
             shared = OffloadedSource(actor_engine, None)

@@ -19,6 +19,7 @@ from hybridflow.config.checks.notes import ppo_notes
 from hybridflow.config.checks.paths import plugin_problem
 from hybridflow.config.convert import WrongKeyRead, raise_all
 from hybridflow.config.layout import ROLE_KEYS
+from hybridflow.config.megatron import megatron_problems
 from hybridflow.config.needs import (
     has_validation,
     longest_row,
@@ -274,6 +275,7 @@ RULES: Mapping[type, Mapping[str, tuple[Rule, ...]]] = {
             optimizers,
             trackers,
             profiler,
+            megatron_problems,
             *cluster.RULES,
         ),
         "training": (rollout.uncorrected_precision,),
@@ -289,6 +291,7 @@ RULES: Mapping[type, Mapping[str, tuple[Rule, ...]]] = {
             trackers,
             profiler,
             cluster.controller_problems,
+            megatron_problems,
             cluster.sft_layout_problems,
         ),
         "files": SHARED_FILES,

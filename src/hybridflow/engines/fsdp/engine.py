@@ -43,6 +43,8 @@ class FSDPEngine(MicroBatchEngine):
     those of `MicroBatchEngine`.
     """
 
+    optimizer: MasterAdamW | None
+
     def __init__(
         self,
         module: nn.Module,
@@ -150,6 +152,10 @@ class FSDPEngine(MicroBatchEngine):
         """See `TrainEngine.held_weights`."""
         reshard(self.root)
         return held_weights(self.module, self.compute_dtypes)
+
+    def readable_policy(self) -> AbstractContextManager[None]:
+        """See `TrainEngine.readable_policy`; they always are, once blocks are resharded."""
+        return nullcontext()
 
     def without_adapters(self) -> AbstractContextManager[None]:
         """See `TrainEngine.without_adapters`."""

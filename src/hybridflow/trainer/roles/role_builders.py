@@ -267,6 +267,9 @@ class RoleBuilders:
             lora = LoraSettings.from_config(model, seed=trainer.seed)
         arguments = model_arguments(model, self.device)
         layout = sizes(self.config, role, self.process.place.world_size)
+        strategy = "fsdp2"  # of the models that megatron-core does not train
+        if role in ("actor", "reference") and layout.world_size > 1:
+            strategy = self.config.actor_rollout_ref.actor.strategy
         loaded = (kind, dict(arguments), fsdp.mixed_precision.param_dtype, layout)
         if loaded in self._probed and not model.use_liger:  # of Liger's kernels a probe chooses some
             arguments["probe"] = False
@@ -285,6 +288,7 @@ class RoleBuilders:
                 activation_offload=model.enable_activation_offload,
                 lora=lora,
                 freeze_vision_tower=model.freeze_vision_tower and optim is not None,
+                strategy=strategy,
             )
         self._probed.append(loaded)
         return engine

@@ -191,6 +191,7 @@ def _factories(
                 activation_offload=config.model.enable_activation_offload,
                 lora=lora,
                 freeze_vision_tower=config.model.freeze_vision_tower,
+                strategy=config.engine.strategy,
             )
         limits = BatchLimits(config.data.max_token_len_per_gpu, config.data.micro_batch_size_per_gpu)
         return kind.make_worker(config, engine, limits)

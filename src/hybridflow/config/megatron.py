@@ -1,0 +1,114 @@
+"""The engine behind `strategy=megatron`: megatron-core where it is installed, else PyTorch's own.
+
+    megatron-core installed, several processes   the actor and the reference, or the model of a supervised run
+    not installed, or one process                PyTorch's own engine, which has the same layouts
+
+What megatron-core does not serve here is refused before anything is allocated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+
+from hybridflow.config.layout import num_processes, pool_sizes
+from hybridflow.config.model import FSDPConfig, ModelConfig, OptimConfig
+from hybridflow.config.needs import needs_reference, wants_full_kl
+from hybridflow.config.preference import DPOConfig, RewardModelConfig
+from hybridflow.config.root import PPOConfig, SFTConfig
+
+ACTOR = "actor_rollout_ref.actor"
+REF = "actor_rollout_ref.ref"
+TORCH = "PyTorch's own engine (FSDP2, tensor parallelism, stages by 1F1B)"
+
+
+def megatron_serves(config: PPOConfig | SFTConfig) -> str | None:
+    """Return why PyTorch's engine serves a run that asks for megatron, or None where megatron-core does."""
+    if find_spec("megatron") is None or find_spec("megatron.core") is None:
+        return "the package megatron-core is not installed"
+    if isinstance(config, PPOConfig):
+        processes = sum(pool_sizes(config.trainer, "actor"))
+    else:
+        processes = num_processes(config.trainer)
+    if processes == 1:
+        return "one process divides nothing"
+    return None
+
+
+def megatron_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
+    """Yield one line for each key that asks for what megatron-core does not do here."""
+    if isinstance(config, PPOConfig):
+        if config.actor_rollout_ref.actor.strategy == "megatron":
+            yield from _of_ppo(config)
+    elif config.engine.strategy == "megatron":
+        key = "engine.strategy"
+        yield from _of_block(key, "engine", config.engine, config.engine.ulysses_sequence_parallel_size)
+        yield from _of_model(key, "model", config.model)
+        yield from _of_optimizer(key, "optim", config.optim)
+        if isinstance(config, (DPOConfig, RewardModelConfig)):
+            yield f"{key}=megatron learns from no comparisons: set {key}=fsdp2"
+
+
+def _of_ppo(config: PPOConfig) -> Iterator[str]:
+    key = f"{ACTOR}.strategy"
+    roles = config.actor_rollout_ref
+    actor = roles.actor
+    yield from _of_block(key, f"{ACTOR}.fsdp_config", actor.fsdp_config, actor.ulysses_sequence_parallel_size)
+    yield from _of_model(key, "actor_rollout_ref.model", roles.model)
+    yield from _of_optimizer(key, f"{ACTOR}.optim", actor.optim)
+    refused = {
+        f"{ACTOR}.use_prefix_grouper=true": actor.use_prefix_grouper,
+        f"{ACTOR}.router_replay.mode={actor.router_replay.mode}": actor.router_replay.mode != "disabled",
+        f"{ACTOR}.router_aux_loss_coef={actor.router_aux_loss_coef}": bool(actor.router_aux_loss_coef),
+        f"{ACTOR}.kl_loss_type=full": wants_full_kl(actor),
+        "actor_rollout_ref.rollout.exact=true": roles.rollout.exact is True,
+        f"algorithm.ref_update_freq={config.algorithm.ref_update_freq}": config.algorithm.ref_update_freq > 0,
+    }
+    yield from _refusals(key, refused)
+    if not needs_reference(config):
+        return
+    ref = roles.ref
+    yield from _of_block(key, f"{REF}.fsdp_config", ref.fsdp_config, ref.ulysses_sequence_parallel_size or 1)
+    yield from _of_model(key, f"{REF}.model", ref.model)
+    for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
+        here = getattr(actor.fsdp_config, name)
+        there = getattr(ref.fsdp_config, name)
+        if here != there:
+            yield (
+                f"{key}=megatron: megatron-core has one layout in a process, and {ACTOR}.fsdp_config.{name}="
+                f"{here} while {REF}.fsdp_config.{name}={there}: make them equal"
+            )
+
+
+def _of_block(key: str, block: str, fsdp: FSDPConfig, sequence: int) -> Iterator[str]:
+    refused = {
+        f"{block}.{name}={getattr(fsdp, name)}": bool(getattr(fsdp, name))
+        for name in ("param_offload", "optimizer_offload", "offload_policy", "use_torch_compile")
+    }
+    parts = fsdp.virtual_pipeline_parallel_size
+    refused[f"{block}.virtual_pipeline_parallel_size={parts}"] = parts > 1
+    dtype = fsdp.mixed_precision.param_dtype
+    refused[f"{block}.mixed_precision.param_dtype={dtype}"] = dtype not in ("auto", "float32", "bfloat16")
+    where = block.rpartition(".")[0] or block
+    refused[f"{where}.ulysses_sequence_parallel_size={sequence} (it needs Transformer Engine)"] = sequence > 1
+    yield from _refusals(key, refused)
+
+
+def _of_model(key: str, block: str, model: ModelConfig) -> Iterator[str]:
+    refused = {
+        f"{block}.lora_rank={model.lora_rank}": model.lora_rank > 0,
+        f"{block}.dtype=float64": model.dtype == "float64",
+    }
+    for name in ("lora_adapter_path", "use_liger", "enable_activation_offload", "freeze_vision_tower"):
+        refused[f"{block}.{name}={getattr(model, name)}"] = bool(getattr(model, name))
+    yield from _refusals(key, refused)
+
+
+def _of_optimizer(key: str, block: str, optim: OptimConfig) -> Iterator[str]:
+    yield from _refusals(key, {f"{block}.optimizer={optim.optimizer}": optim.optimizer != "AdamW"})
+
+
+def _refusals(key: str, refused: dict[str, bool]) -> Iterator[str]:
+    for what, is_so in refused.items():
+        if is_so:
+            yield f"{key}=megatron does not go with {what}: leave it out, or set {key}=fsdp2, which does both"

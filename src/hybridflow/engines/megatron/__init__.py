@@ -1,0 +1,1 @@
+"""megatron-core as a training engine, where the package is installed; `engine` imports it."""

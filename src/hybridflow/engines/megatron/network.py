@@ -1,0 +1,261 @@
+"""A decoder of megatron-core for a Hugging Face configuration, with our attention over packed rows.
+
+    packed rows ──► embeddings ──► layers of this stage ──► states [N, 1, H]
+
+megatron-core's own layers without Transformer Engine know no packed rows. So two parts are ours: the core
+attention, which is the one of all engines (`models/attention/layouts.py`), and the rotary angles, which come
+from the frequencies of the Hugging Face model at the positions within rows. Both get the micro-batch where
+megatron-core hands on `packed_seq_params`, which recomputed layers see again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core import parallel_state
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from hybridflow.distributed.layout import ParallelLayout
+from hybridflow.errors import ModelError
+from hybridflow.models.attention.layouts import PackedLayout
+from hybridflow.models.attention.scores import Scores
+from hybridflow.models.experts.layers import experts_per_token, num_experts
+from hybridflow.models.policy import PolicyModel
+from hybridflow.protocol.packing import PackedBatch
+
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""Values of `model_type` whose layers megatron-core has, and whose weights `hf_weights` maps."""
+ROPES = ("default", "linear", "llama3")
+WAY_OUT = "Set strategy=fsdp2, PyTorch's own engine, which trains it"
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """The rows of a micro-batch, as megatron-core's layers hand them on."""
+
+    packed: PackedBatch
+    layout: PackedLayout
+    qkv_format: str = "sbhd"
+    """The layout of queries as megatron-core names it: tokens, 1, heads, dimensions."""
+    cp_group: None = None
+
+
+class PackedAttention(nn.Module):
+    """megatron-core's core attention, by the attention of all engines."""
+
+    def __init__(self, config: TransformerConfig, layer_number: int, **others: Any) -> None:
+        super().__init__()
+        assert config.kv_channels is not None
+        self.scores = Scores(layer_number - 1, config.kv_channels**-0.5, None, None, None)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: None,
+        *,
+        packed_seq_params: PackedRows,
+        **others: Any,
+    ) -> Tensor:
+        """query [N, 1, H, D], key and value [N, 1, KV, D] -> [N, 1, H·D]."""
+        query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
+        attended = packed_seq_params.layout.attend(query, key, value, self.scores)
+        return attended.transpose(0, 1).flatten(2)
+
+
+class RowAngles(nn.Module):
+    """The rotary angles of tokens at their positions within rows, from a Hugging Face model's frequencies."""
+
+    def __init__(self, frequencies: Tensor) -> None:
+        super().__init__()
+        self.frequencies: Tensor
+        self.register_buffer("frequencies", frequencies.float(), persistent=False)
+
+    def get_rotary_seq_len(
+        self, context: Any, block: Any, states: Any, config: Any, rows: PackedRows
+    ) -> PackedRows:
+        """Return what `forward` is then called with: the rows in the place of their length."""
+        return rows
+
+    def forward(self, rows: PackedRows, **others: Any) -> Tensor:
+        """Return angles [N, 1, 1, D], float32."""
+        angles = rows.packed.position_ids.float()[:, None] * self.frequencies
+        return torch.cat([angles, angles], dim=-1)[:, None, None]
+
+
+class Network(GPTModel):  # type: ignore[misc]
+    """The stage of a decoder that this rank holds; the last one gives states in the place of logits."""
+
+    def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return hidden_states
+
+    def rows_forward(self, packed: PackedBatch) -> Tensor:
+        """Return the states [N, 1, H] after this stage, of packed rows on its device."""
+        device = packed.input_ids.device
+        rows = PackedRows(packed, PackedLayout.build(packed.lengths, device))
+        states: Tensor = self(packed.input_ids[None], None, None, packed_seq_params=rows)
+        return states
+
+    @property
+    def head_weight(self) -> Tensor:
+        """This rank's rows of the output head, or of the embeddings where they are tied."""
+        if self.share_embeddings_and_output_weights:
+            weight: Tensor = self.shared_embedding_or_output_weight()
+        else:
+            weight = self.output_layer.weight
+        return weight
+
+
+def check_family(config: Any, layout: ParallelLayout) -> None:
+    """Raise ModelError for a model or a layout that megatron-core does not serve here."""
+    kind = config.model_type
+    why = [f"only {', '.join(FAMILIES)} are mapped"]
+    if kind in FAMILIES:
+        why = [*_odd_parts(config), *_odd_sizes(config, layout)]
+    if why:
+        raise ModelError(
+            f"strategy=megatron does not serve this model of model_type {kind!r}: {'; '.join(why)}. {WAY_OUT}"
+        )
+
+
+def _odd_parts(config: Any) -> Iterator[str]:
+    """Yield what the layers of a family have here that the map of weights and layers leaves out."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
+        yield "its layers have biases"
+    windows = "sliding_attention" in (getattr(config, "layer_types", None) or ())
+    if windows or (config.model_type in ("mistral", "mixtral") and config.sliding_window is not None):
+        yield "it attends in a sliding window"
+    if rope.get("rope_type", "default") not in ROPES or rope.get("partial_rotary_factor", 1.0) != 1.0:
+        yield f"its rotary positions are {rope}, and {', '.join(ROPES)} over whole heads are served"
+    if getattr(config, "mlp_only_layers", None) or getattr(config, "decoder_sparse_step", 1) != 1:
+        yield "only some of its layers have experts"
+    if config.hidden_act != "silu":
+        yield f"its activation is {config.hidden_act}, and silu is served"
+
+
+def _odd_sizes(config: Any, layout: ParallelLayout) -> Iterator[str]:
+    """Yield which sizes of the layout do not fit the model."""
+    experts = num_experts(config)
+    if config.num_attention_heads % layout.tp or config.num_key_value_heads % layout.tp:
+        yield (
+            f"tensor_parallel_size={layout.tp} does not divide both its {config.num_attention_heads} heads "
+            f"and its {config.num_key_value_heads} key-value heads"
+        )
+    if config.num_hidden_layers % layout.pp:
+        yield f"pipeline_parallel_size={layout.pp} does not divide its {config.num_hidden_layers} layers"
+    if layout.ep > 1 and (not experts or experts % layout.ep):
+        yield f"expert_parallel_size={layout.ep} does not divide its {experts} experts"
+    if layout.tp > 1 and experts:
+        yield (
+            f"tensor_parallel_size={layout.tp} beside experts needs sequence parallelism, which "
+            "megatron-core's norms have with Transformer Engine only"
+        )
+    if layout.cp > 1:
+        yield f"ulysses_sequence_parallel_size={layout.cp} needs Transformer Engine's attention"
+
+
+def transformer_config(
+    config: Any, layout: ParallelLayout, dtype: torch.dtype, *, recompute: bool
+) -> TransformerConfig:
+    """Return megatron-core's configuration of a model that `check_family` has passed."""
+    experts = num_experts(config) or None
+    settings: dict[str, Any] = {}
+    if experts:
+        settings = {
+            "num_moe_experts": experts,
+            "moe_router_topk": experts_per_token(config),
+            # softmax over all experts or over the chosen ones, which is that of all, renormalised
+            "moe_router_pre_softmax": not getattr(config, "norm_topk_prob", True),
+            "moe_router_load_balancing_type": "none",
+            "moe_router_dtype": "fp32",
+            "moe_ffn_hidden_size": getattr(config, "moe_intermediate_size", config.intermediate_size),
+        }
+    if recompute:
+        settings |= {
+            "recompute_granularity": "full",
+            "recompute_method": "uniform",
+            "recompute_num_layers": 1,
+        }
+    if layout.pp > 1:
+        settings |= {"pipeline_dtype": dtype, "variable_seq_lengths": True, "batch_p2p_comm": False}
+    return TransformerConfig(
+        num_layers=config.num_hidden_layers,
+        hidden_size=config.hidden_size,
+        ffn_hidden_size=config.intermediate_size,
+        num_attention_heads=config.num_attention_heads,
+        num_query_groups=config.num_key_value_heads,
+        kv_channels=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+        normalization="RMSNorm",
+        layernorm_epsilon=config.rms_norm_eps,
+        gated_linear_unit=True,
+        activation_func=nn.functional.silu,
+        add_bias_linear=False,
+        add_qkv_bias=config.model_type == "qwen2",
+        qk_layernorm=config.model_type in ("qwen3", "qwen3_moe"),
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        tensor_model_parallel_size=layout.tp,
+        pipeline_model_parallel_size=layout.pp,
+        expert_model_parallel_size=layout.ep,
+        expert_tensor_parallel_size=1,
+        moe_token_dispatcher_type="alltoall",
+        params_dtype=dtype,
+        bf16=dtype == torch.bfloat16,
+        # shares of the loss are summed over micro-batches and ranks, and divided by nothing
+        calculate_per_token_loss=True,
+        # weights come from files: none are drawn
+        perform_initialization=False,
+        use_cpu_initialization=True,
+        gradient_accumulation_fusion=False,
+        masked_softmax_fusion=False,
+        bias_activation_fusion=False,
+        bias_dropout_fusion=False,
+        apply_rope_fusion=False,
+        **settings,
+    )
+
+
+def build_network(
+    policy: PolicyModel, layout: ParallelLayout, dtype: torch.dtype, device: torch.device, *, recompute: bool
+) -> Network:
+    """Return this rank's stage with unwritten memory for its weights; all ranks call it together."""
+    config: Any = policy.config
+    settings = transformer_config(config, layout, dtype, recompute=recompute)
+    spec = get_gpt_layer_local_spec(
+        num_experts=settings.num_moe_experts,
+        qk_layernorm=settings.qk_layernorm,
+        normalization="RMSNorm",
+    )
+    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    network = Network(
+        config=settings,
+        transformer_layer_spec=spec,
+        vocab_size=-(-policy.head.weight.shape[0] // layout.tp) * layout.tp,
+        max_sequence_length=config.max_position_embeddings,
+        pre_process=parallel_state.is_pipeline_first_stage(),
+        post_process=parallel_state.is_pipeline_last_stage(),
+        share_embeddings_and_output_weights=bool(config.tie_word_embeddings),
+        position_embedding_type="rope",
+    )
+    backbone: Any = policy.text
+    network.rotary_pos_emb = RowAngles(backbone.rotary_emb.inv_freq)
+    table: Any = policy.hf.get_input_embeddings()
+    padding: int | None = table.padding_idx
+    if network.pre_process and padding is not None:
+        network.embedding.word_embeddings.register_forward_hook(partial(_keep_padding, padding))
+    network.to(device=device)
+    return network
+
+
+def _keep_padding(padding: int, module: nn.Module, inputs: tuple[Tensor], states: Tensor) -> Tensor:
+    """Return embeddings [1, N, H] without a gradient for that of `padding`, which torch never moves."""
+    return torch.where((inputs[0] == padding)[..., None], states.detach(), states)

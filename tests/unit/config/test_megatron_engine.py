@@ -1,0 +1,88 @@
+"""strategy=megatron: who serves it, and what is refused where megatron-core does."""
+
+from __future__ import annotations
+
+import pytest
+
+from hybridflow.config import DPOConfig, PPOConfig, SFTConfig
+from hybridflow.config.load import load_config
+from hybridflow.config.megatron import megatron_problems, megatron_serves
+from hybridflow.config.resolve import resolve
+
+PPO = "actor_rollout_ref.actor.strategy=megatron"
+SFT = "engine.strategy=megatron"
+LEARNER = {PPOConfig: PPO, SFTConfig: SFT, DPOConfig: SFT}
+KL = "actor_rollout_ref.actor.use_kl_loss=true"
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridflow.config.resolve.megatron_serves", lambda config: None)
+
+
+def resolved(kind: type, *words: str) -> tuple[object, list[str]]:
+    read = load_config(kind, [LEARNER[kind], *words])
+    return resolve(read.config, read.given)
+
+
+@pytest.mark.usefixtures("installed")
+def test_megatron_core_serves_it() -> None:
+    config, notes = resolved(PPOConfig)
+    assert config.actor_rollout_ref.actor.strategy == "megatron"
+    assert config.actor_rollout_ref.rollout.exact is False
+    assert any("megatron-core trains" in note for note in notes)
+    assert not list(megatron_problems(config))
+    config, notes = resolved(SFTConfig)
+    assert config.engine.strategy == "megatron" and any("megatron-core trains" in note for note in notes)
+    assert not list(megatron_problems(config))
+
+
+def test_pytorch_serves_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hybridflow.config.megatron.find_spec", lambda name: object())
+    for kind, key in ((PPOConfig, "actor_rollout_ref.actor.strategy"), (SFTConfig, "engine.strategy")):
+        config, notes = resolved(kind)
+        (note,) = [note for note in notes if "strategy=megatron" in note]
+        assert note.startswith(key) and note.endswith("not Megatron-LM: one process divides nothing")
+        assert megatron_serves(resolved(kind, "trainer.n_gpus_per_node=2")[0]) is None
+    monkeypatch.setattr("hybridflow.config.megatron.find_spec", lambda name: None)
+    config, notes = resolved(PPOConfig, "trainer.n_gpus_per_node=2")
+    assert config.actor_rollout_ref.actor.strategy == "fsdp2"
+    assert config.actor_rollout_ref.rollout.exact == "auto"
+    assert any(note.endswith("the package megatron-core is not installed") for note in notes)
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("kind", "words", "said"),
+    [
+        (PPOConfig, ["actor_rollout_ref.model.lora_rank=4"], "actor_rollout_ref.model.lora_rank=4"),
+        (
+            PPOConfig,
+            ["actor_rollout_ref.actor.fsdp_config.param_offload=true"],
+            "fsdp_config.param_offload=True",
+        ),
+        (PPOConfig, ["actor_rollout_ref.actor.optim.optimizer=Muon"], "actor.optim.optimizer=Muon"),
+        (PPOConfig, ["actor_rollout_ref.rollout.exact=true"], "rollout.exact=true"),
+        (PPOConfig, ["actor_rollout_ref.actor.router_replay.mode=R2"], "router_replay.mode=R2"),
+        (PPOConfig, ["algorithm.ref_update_freq=2"], "algorithm.ref_update_freq=2"),
+        (PPOConfig, ["actor_rollout_ref.actor.use_prefix_grouper=true"], "use_prefix_grouper=true"),
+        (PPOConfig, ["actor_rollout_ref.actor.router_aux_loss_coef=0.1"], "router_aux_loss_coef=0.1"),
+        (PPOConfig, [KL, "actor_rollout_ref.actor.kl_loss_type=full"], "kl_loss_type=full"),
+        (PPOConfig, [KL, "actor_rollout_ref.ref.fsdp_config.tensor_parallel_size=2"], "make them equal"),
+        (SFTConfig, ["engine.ulysses_sequence_parallel_size=2"], "engine.ulysses_sequence_parallel_size=2"),
+        (
+            SFTConfig,
+            ["engine.pipeline_parallel_size=2", "engine.virtual_pipeline_parallel_size=2"],
+            "engine.virtual_pipeline_parallel_size=2",
+        ),
+        (SFTConfig, ["model.dtype=float64"], "model.dtype=float64"),
+        (DPOConfig, [], "learns from no comparisons"),
+    ],
+)
+def test_what_megatron_core_does_not_serve(kind: type, words: list[str], said: str) -> None:
+    config, _ = resolved(kind, *words)
+    problems = list(megatron_problems(config))
+    assert any((said in problem and "fsdp2" in problem) or "equal" in problem for problem in problems), (
+        problems
+    )
+    assert all(problem.startswith(LEARNER[kind]) for problem in problems)

@@ -1,0 +1,140 @@
+"""megatron-core against PyTorch's own engine: losses, norms, weights and moments, checkpoints, exports."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from engine_zoo import training_rows
+from megatron_runs import Setting, padding, read_and_export, resume, save, save_model, train
+from safetensors.torch import load_file
+
+from ranks import Ranks
+
+TENSOR = {"tensor": 2}
+STAGES = {"pipeline": 2}
+EXPERTS = {"experts": 2}
+BOTH = {"tensor": 2, "pipeline": 2}
+
+
+@contextmanager
+def fresh(ranks: Ranks) -> Iterator[None]:
+    """Ranks without megatron-core's groups: it has one layout in a process."""
+    ranks.stop()
+    yield
+    ranks.stop()
+
+
+def test_the_padding_is_a_token_of_the_rows() -> None:
+    rows = training_rows()
+    assert (rows.batch["input_ids"][rows.batch["attention_mask"].bool()] == padding()).any()
+
+
+def assert_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
+    """Hold what all ranks of one engine have seen against what those of another have."""
+    sums = [
+        [sum(numbers) for numbers in zip(*(each["losses"] for each in side if each["returns"]), strict=True)]
+        for side in (ours, theirs)
+    ]
+    assert sums[0] == pytest.approx(sums[1], abs=1e-5)
+    norms = [next(each["norms"] for each in side if each["norms"]) for side in (ours, theirs)]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-4)
+    for kind in ("weights", "moments"):
+        left: dict[str, Any] = {}
+        right: dict[str, Any] = {}
+        for each in ours:
+            left |= each[kind]
+        for each in theirs:
+            right |= each[kind]
+        assert left.keys() == right.keys()
+        for name, wanted in right.items():
+            pairs = [(left[name], wanted)]
+            if kind == "moments":
+                assert left[name].keys() == wanted.keys()
+                pairs = [(left[name][part], wanted[part]) for part in wanted]
+            for got, want in pairs:
+                assert torch.allclose(got, want, rtol=1e-3, atol=1e-5 * float(want.abs().max())), name
+    left_rows, right_rows = ([each for each in side if each["returns"]] for side in (ours, theirs))
+    if len(left_rows) == len(right_rows):  # the same rows on each
+        for one, other in zip(left_rows, right_rows, strict=True):
+            for when in ("before", "after"):
+                for name, want in other[when].items():
+                    assert torch.allclose(one[when][name], want, atol=1e-5), (when, name)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "recompute"),
+    [
+        ("llama", TENSOR, False),
+        ("odd vocabulary", TENSOR, True),
+        ("llama", STAGES, True),
+        ("qwen2", STAGES, False),
+        ("llama3 rope", {}, False),
+        ("qwen3_moe", EXPERTS, False),
+        ("qwen3_moe, raw", EXPERTS, True),
+        ("mixtral", EXPERTS, False),
+    ],
+)
+def test_five_steps_on_two_ranks(
+    two_ranks: Ranks, tmp_path: Path, family: str, sizes: dict[str, int], recompute: bool
+) -> None:
+    setting = Setting(save_model(tmp_path, family), sizes=sizes, recompute=recompute)
+    other = {} if sizes != EXPERTS else EXPERTS
+    with fresh(two_ranks):
+        assert_same(
+            two_ranks.run(train, setting),
+            two_ranks.run(train, replace(setting, strategy="fsdp2", sizes=other)),
+        )
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("qwen3", BOTH), ("llama", TENSOR), ("mixtral", EXPERTS)])
+def test_five_steps_on_four_ranks(
+    four_ranks: Ranks, tmp_path: Path, family: str, sizes: dict[str, int]
+) -> None:
+    setting = Setting(save_model(tmp_path, family), sizes=sizes)
+    with fresh(four_ranks):
+        assert_same(
+            four_ranks.run(train, setting),
+            four_ranks.run(train, replace(setting, strategy="fsdp2", sizes={})),
+        )
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("odd vocabulary", TENSOR), ("llama", STAGES), ("qwen3_moe", EXPERTS)]
+)
+def test_a_state_goes_there_and_back(
+    two_ranks: Ranks, tmp_path: Path, family: str, sizes: dict[str, int]
+) -> None:
+    there = Setting(save_model(tmp_path / "model", family), sizes=sizes)
+    here = replace(there, strategy="fsdp2", sizes={})
+    with fresh(two_ranks):
+        went_on = two_ranks.run(save, there, str(tmp_path / "megatron"))
+        assert_same(two_ranks.run(resume, here, str(tmp_path / "megatron")), went_on)
+        assert_same(two_ranks.run(resume, there, str(tmp_path / "megatron")), went_on)
+        went_on = two_ranks.run(save, here, str(tmp_path / "torch"))
+        assert_same(two_ranks.run(resume, there, str(tmp_path / "torch")), went_on)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"), [("odd vocabulary", TENSOR), ("llama", STAGES), ("qwen3_moe", EXPERTS)]
+)
+def test_weights_come_out_as_they_went_in(
+    two_ranks: Ranks, tmp_path: Path, family: str, sizes: dict[str, int]
+) -> None:
+    folder = save_model(tmp_path / "model", family)
+    setting = Setting(folder, sizes=sizes, optim=None)
+    with fresh(two_ranks):
+        found = two_ranks.run(read_and_export, setting, str(tmp_path / "export"))
+    files = load_file(Path(folder) / "model.safetensors")
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert exported.keys() == files.keys()
+    for name, wanted in files.items():
+        assert torch.equal(exported[name], wanted), name
+    for sent, parts in found:
+        assert files.keys() <= sent.keys() and all(torch.equal(sent[name], files[name]) for name in files)
+        assert parts

@@ -17,6 +17,7 @@ import concurrent.futures
 import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -169,9 +170,10 @@ class WorkerHost:
 
     def clear(self) -> None:
         """Close and drop all workers; they are built again when they are needed."""
-        for worker in self._workers.values():
-            worker.close()
-        self._workers.clear()
+        with ExitStack() as closing:  # each is closed, also where another cannot be
+            for worker in self._workers.values():
+                closing.callback(worker.close)
+            self._workers.clear()
 
     def _where(self, role: str) -> str:
         rank = f"rank {self._infos[role].rank}"

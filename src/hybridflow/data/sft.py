@@ -286,6 +286,8 @@ def encode_text(tokenizer: Tokenizer, text: object) -> tuple[list[int], list[int
     """
     if not isinstance(text, str):
         raise TypeError(f"the text is {type(text).__name__}, wanted a string")
+    if not text:
+        raise ValueError("the text is empty")
     ids, mask = encode_pair(tokenizer, "", text)
     first = tokenizer.bos_token_id
     started = encode_prompt(tokenizer, text)[:1] == [first]

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import logging
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -76,41 +77,65 @@ class VerlNames(MetaPathFinder, Loader):
         if ours is None:
             return
         logger.info("%s stands for %s, as verl is not installed", ours, name)
-        source = importlib.import_module(ours)
         if name == SCORES:
-            module.__dict__["default_compute_score"] = partial(score_by_source, source)
+            module.__dict__["default_compute_score"] = default_compute_score
             return
+        source = importlib.import_module(ours)
         public = {key: value for key, value in vars(source).items() if not key.startswith("__")}
         module.__dict__.update(public)
-        module.__dict__["__getattr__"] = lambda key: getattr(source, key)
+        module.__dict__["__getattr__"] = partial(_named, name, source)
         if name.startswith(f"{SCORES}."):
-            scored = scored_as_in_verl(name.rpartition(".")[2], source.compute_score)
-            module.__dict__["compute_score"] = scored
+            module.__dict__["compute_score"] = partial(compute_score, ours, name.rpartition(".")[2])
 
 
-def scored_as_in_verl(source: str, ours: Callable[..., dict[str, Any]]) -> Callable[..., Any]:
-    """Return a reward function that is called as those of verl are, with a response and the truth first."""
-
-    def compute_score(solution_str: str, ground_truth: Any, **options: Any) -> Any:
-        """Return the score; of math_dapo with what else verl's says."""
-        result = ours(source, solution_str, ground_truth, **options)
-        return result if "pred" in result else result["score"]
-
-    return compute_score
+def _named(name: str, source: ModuleType, key: str) -> Any:
+    """Return what our module makes when it is asked for it."""
+    try:
+        return getattr(source, key)
+    except AttributeError:
+        raise AttributeError(f"module {name!r} (here {source.__name__}) has no {key!r}") from None
 
 
-def score_by_source(
-    functions: Any, data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **_: Any
+def compute_score(
+    home: str,
+    source: str,
+    solution_str: str,
+    ground_truth: Any,
+    method: str = "strict",
+    format_score: float = 0.0,
+    score: float = 1.0,
 ) -> Any:
-    """Return the score by the function that a data source has; `functions`: the module that knows them.
-
-    NotImplementedError, as in verl, for a data source without one.
+    """Return what our function in the module `home` gives, called as those of verl are; of math_dapo all that
+    it says. TypeError for an option that ours does not have.
     """
+    ours = importlib.import_module(home).compute_score
+    known = inspect.signature(ours).parameters
+    asked = {"method": (method, "strict"), "format_score": (format_score, 0.0)}
+    options = {name: value for name, (value, plain) in asked.items() if value != plain}
+    if strange := sorted(set(options) - set(known)):
+        raise TypeError(f"{home}.compute_score has no option {', '.join(strange)}: leave it out")
+    result = ours(source, solution_str, ground_truth, **options)
+    if result["acc"]:
+        result["score"] *= score
+    return result if "pred" in result else result["score"]
+
+
+def default_compute_score(
+    data_source: str, solution_str: str, ground_truth: Any, extra_info: Any = None, **options: Any
+) -> Any:
+    """Return the score by the function that a data source has.
+
+    NotImplementedError, as in verl, for a data source without one; TypeError for an option that is set, such
+    as the address of a sandbox, which is a key of the run here.
+    """
+    if given := sorted(name for name, value in options.items() if value is not None):
+        raise TypeError(f"default_compute_score: {', '.join(given)} is a key of the run here: leave it out")
+    functions = importlib.import_module(HOMES[SCORES])
     name = functions.function_of(data_source)
     if name is None:
         raise NotImplementedError(functions.unknown_source(data_source))
-    module = functions.REWARD_FUNCTIONS[name].module
-    return scored_as_in_verl(data_source, module.compute_score)(solution_str, ground_truth)
+    home = functions.REWARD_FUNCTIONS[name].module.__name__
+    return compute_score(home, data_source, solution_str, ground_truth)
 
 
 def find_verl_here() -> None:

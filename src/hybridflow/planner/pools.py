@@ -148,7 +148,8 @@ class PoolPlanner:
         if tensor == 1:
             return True
         if self.job.config.actor_rollout_ref.rollout.name in WITH_WEIGHTS:
-            return shape.kv_heads % tensor == 0 or tensor % shape.kv_heads == 0
+            shared = shape.kv_heads % tensor == 0 or tensor % shape.kv_heads == 0
+            return shape.heads % tensor == 0 and shared
         return not shape.experts and shape.cuts(tensor)
 
     def fewest(self, roles: tuple[str, ...]) -> int | None:

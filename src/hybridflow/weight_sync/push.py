@@ -17,9 +17,11 @@ has other weights than those before asks for whole tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -273,6 +275,7 @@ class LocalPush:
         """
         if self.trainer is not None:
             self.trainer.onload()
+        pushes: list[tuple[Iterator[tuple[str, Tensor]], Callable[[Any], None]]] = []
         try:
             if self.trainer is not None:  # at each update: gathered parameters become shards again by it
                 held = self.trainer.held_weights()
@@ -280,23 +283,37 @@ class LocalPush:
             if self.adapters:
                 assert isinstance(engine, VLLMEngine), "only vllm takes adapters"
                 if not all(gather_objects(engine.has_base)):  # all ranks read sharded weights together
-                    engine.update_base(plain_weights(self.policy, self._dtypes, folded=False))
+                    base = plain_weights(self.policy, self._dtypes, folded=False)
+                    pushes.append((base, engine.update_base))
                 config = adapter_config(self.policy)
                 facts = {name: getattr(config, name) for name in _ADAPTER_FACTS}
                 tensors = whole_tensors(self.policy, dict(adapter_tensors(self.policy)))
-                engine.update_adapters(tensors, version, facts)
+                pushes.append((tensors, partial(engine.update_adapters, version=version, adapter=facts)))
             else:
-                readable = nullcontext() if self.trainer is None else self.trainer.readable_policy()
-                with readable:
-                    weights = plain_weights(self.policy, self._dtypes)
-                    try:
-                        engine.update_weights(weights, version)
-                    finally:  # other ranks, whose engines live, read sharded weights with this one
-                        for _ in weights:
-                            pass
+                weights = plain_weights(self.policy, self._dtypes)
+                pushes.append((weights, partial(engine.update_weights, version=version)))
+            with nullcontext() if self.trainer is None else self.trainer.readable_policy():
+                push_to_the_end(pushes)
         finally:
             if self.trainer is not None:
                 self.trainer.offload()
+
+
+def push_to_the_end(pushes: Sequence[tuple[Iterator[tuple[str, Tensor]], Callable[[Any], None]]]) -> None:
+    """Push weights in turn, and raise the first error. After it all weights are still read: they may be
+    sharded, and other ranks, whose engines live, read them together with this one.
+    """
+    failed: Exception | None = None
+    for weights, push in pushes:
+        if failed is None:
+            try:
+                push(weights)
+            except Exception as error:
+                failed = error
+        for _ in weights:
+            pass
+    if failed is not None:
+        raise failed
 
 
 class StagedPush:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import pickle
 import sys
 from collections.abc import Iterator
 from importlib.machinery import PathFinder
@@ -70,6 +71,18 @@ def test_reward_functions_are_called_as_verls(tmp_path: Path) -> None:
 
     with pytest.raises(NotImplementedError, match="knows no reward for data_source 'elsewhere'"):
         default_compute_score("elsewhere", "a", "b")
+    with pytest.raises(TypeError, match="sandbox_fusion_url is a key of the run here"):
+        default_compute_score("math", "a", "b", sandbox_fusion_url="http://a", memory_limit_mb=None)
+    from verl.utils.reward_score import gsm8k, math_reward
+
+    assert gsm8k.compute_score("it is 3", "3", "flexible", score=5.0) == 5.0
+    assert gsm8k.compute_score("#### 4", "3", format_score=0.5) == 0.5
+    with pytest.raises(TypeError, match="has no option method"):
+        math_reward.compute_score("3", "3", "flexible")
+    for function in (default_compute_score, gsm8k.compute_score):  # as a pool of processes needs it
+        assert pickle.loads(pickle.dumps(function)) is not None
+    with pytest.raises(AttributeError, match=r"module 'verl.utils.reward_score.gsm8k' \(here hybridflow"):
+        gsm8k.extract_solution  # noqa: B018
 
 
 def test_what_is_not_there_says_so(tmp_path: Path) -> None:

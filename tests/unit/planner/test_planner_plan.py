@@ -6,6 +6,7 @@ import json
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -226,6 +227,22 @@ def test_this_machine_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert main([*words, "data.max_prompt_length=64", "data.max_response_length=64"]) == 0
     out = capsys.readouterr().out
     assert "1 × CPU" in out and "trainer.device=cpu" in out and "offload" not in out
+
+
+def test_replicas_of_vllm_have_whole_heads_of_queries_and_cut_experts(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Heads of keys and values are held on several devices where there are more devices than heads."""
+    words = "--recipe grpo --devices 128xH20 --best 1 actor_rollout_ref.rollout.name=vllm"
+    assert main(["plan", "model=Qwen3-235B-A22B", *words.split()]) == 0
+    assert "tensor_model_parallel_size=8" in capsys.readouterr().out
+    for heads, wanted in ((28, {1, 2, 4}), (64, {1, 2, 4, 8, 16})):
+        pools = PoolPlanner.__new__(PoolPlanner)
+        shape = SimpleNamespace(heads=heads, kv_heads=4)
+        rollout = SimpleNamespace(rollout=SimpleNamespace(name="vllm"))
+        config = SimpleNamespace(actor_rollout_ref=rollout)
+        pools.job = SimpleNamespace(shapes={"actor": shape}, config=config)  # type: ignore[assignment]
+        assert {size for size in (1, 2, 4, 8, 16) if pools.generates_by(size)} == wanted
 
 
 QWEN = "model=Qwen/Qwen3-8B --devices 16xH100"

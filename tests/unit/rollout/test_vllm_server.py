@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
@@ -66,7 +67,9 @@ class Answers(BaseHTTPRequestHandler):
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])) or b"{}")
-        if self.path == "/collective_rpc":
+        if self.path == "/collective_rpc" and UNWELL.is_set():
+            self.reply({"error": "cancelled"}, 500)
+        elif self.path == "/collective_rpc":
             answers = {
                 "hybridflow_begin": lambda: FACTS,
                 "hybridflow_version": lambda: {"version": RECEIVED.version, "has_base": RECEIVED.has_base},
@@ -198,9 +201,13 @@ def test_a_refused_request_is_an_error_of_its_own_and_a_cut_stream_is_the_engine
 def test_a_server_that_is_not_well_is_the_engines_end_and_not_that_of_a_request(engine: VLLMEngine) -> None:
     (refused,) = engine.generate([request(0, 10)])
     assert "vllm refused it: an issue" in str(refused.error)
+    assert isinstance(engine.runner, VLLMServer)
+    other = replace(engine.runner)
     try:
         with pytest.raises(EngineDied, match=r"died: an issue; .*/health answered 503"):
             list(engine.generate([request(1, 11)]))
+        with pytest.raises(EngineDied, match=r"answered 500: .*cancelled.*/health answered 503"):
+            other.version()
     finally:
         UNWELL.clear()
 

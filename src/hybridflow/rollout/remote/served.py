@@ -9,6 +9,7 @@ import json
 import logging
 import queue
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,8 @@ from hybridflow.weight_sync.wire.sender import CallWorkers, KeptGroup, Transport
 logger = logging.getLogger(__name__)
 
 _POLL_S = 0.5
+_UNWELL_S = 5.0
+"""Seconds from a call that failed in the server to where it may say that it is not well."""
 
 
 @dataclass(eq=False)
@@ -195,18 +198,31 @@ class Served(ABC):
             self._pieces.put((job, ResponsePiece.failed(job.request_id, f"{type(error).__name__}: {error}")))
 
     def _refused(self, job: _Job, error: Refused) -> ResponsePiece | ServerGone:
-        """Return the failure of this request alone, or of the server: where one of its processes has ended it
-        fails all requests, and says that it is not well before it ends itself.
-        """
-        try:
-            if not 400 <= error.status < 500:
-                self.address.call("/health", timeout=self.timeout, method="GET")
-        except ServerGone as gone:
-            return gone
-        except Refused as unwell:
-            if unwell.status == 503:
-                return ServerGone(f"{error}; {unwell}")
+        """Return the failure of this request alone, or of the server."""
+        if ends := self._ends(error, patience=0.0):
+            return ServerGone(ends)
         return ResponsePiece.failed(job.request_id, f"{self.engine} refused it: {error}")
+
+    def _ends(self, error: Refused, *, patience: float) -> str | None:
+        """Return why the server is about to end itself, or None where what it refused was at fault.
+
+        Where one of its processes has ended it fails whatever it is asked, then says that it is not well;
+        it is asked for `patience` seconds.
+        """
+        if 400 <= error.status < 500:
+            return None
+        until = time.monotonic() + patience
+        while True:
+            try:
+                self.address.call("/health", timeout=self.timeout, method="GET")
+            except ServerGone as gone:
+                return f"{error}; {gone}"
+            except Refused as unwell:
+                if unwell.status == 503:
+                    return f"{error}; {unwell}"
+            if time.monotonic() >= until:
+                return None
+            time.sleep(0.2)
 
     def _is_wanted(self, job: _Job) -> bool:
         with self._lock:
@@ -245,6 +261,10 @@ class Served(ABC):
             return self.address.call(path, body, timeout=self.timeout, method=method)
         except ServerGone as error:
             raise self._died(str(error)) from error
+        except Refused as error:
+            if ends := self._ends(error, patience=_UNWELL_S):
+                raise self._died(ends) from error
+            raise
 
     def _alive(self) -> None:
         if self._death is not None:

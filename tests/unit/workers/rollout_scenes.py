@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -158,7 +159,11 @@ SCENES = [
 ]
 
 
+@cache
 def group_on(backend: Backend) -> RolloutGroup:
+    """The one group of a backend: it numbers the times that requests are taken, and a poll of an earlier test
+    may still wait in a process.
+    """
     return RolloutGroup(backend, "rollout")
 
 

@@ -259,7 +259,7 @@ def build_tinker_app(service: TinkerService, *, key: str | None) -> FastAPI:
         max_body_bytes=MAX_BODY,
         metrics=ServerCounts(service.name),
         paths=(),
-        credential="'X-API-Key: tml-KEY', as Tinker's client does with its api_key or with TINKER_API_KEY set",
+        credential="'X-API-Key: tml-KEY', as Tinker's client does with its api_key or TINKER_API_KEY",
         size_option=": send fewer or shorter rows in one request",
     )
     return app
@@ -275,7 +275,7 @@ def _spend_number(service: TinkerService, body: object) -> None:
     """Let the number of a run's request that was refused count as done: the client goes on with the next."""
     if isinstance(body, dict):
         with suppress(ValidationError, Unknown):
-            numbers = NumberedBody(model_id=body.get("model_id"), seq_id=body.get("seq_id"))
+            numbers = NumberedBody.model_validate({key: body.get(key) for key in ("model_id", "seq_id")})
             service.refuse(numbers.model_id, numbers.seq_id, "the request was refused when it came")
 
 

@@ -8,7 +8,6 @@ Each training run has an adapter and an optimizer of its own; nothing of it is i
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 import math
@@ -231,15 +230,19 @@ class SharedBase:
                 group["betas"] = (adam.beta1, adam.beta2)
                 group["eps"] = adam.eps
                 group["weight_decay"] = adam.weight_decay
-        before = copy.deepcopy(run.optimizer.state_dict())
-        weights = [each.detach().clone() for _, each in run.adapter.named_parameters()]
+        parameters = [each for _, each in run.adapter.named_parameters()]
+        weights = [each.detach().clone() for each in parameters]
+        state = {
+            name: {key: value.clone() for key, value in entry.items()}
+            for name, entry in run.optimizer.state_dict().items()
+        }
         run.optimizer.step(adam.learning_rate)
         run.optimizer.zero_grad()
-        parameters = [each for _, each in run.adapter.named_parameters()]
         if not all(bool(each.isfinite().all()) for each in parameters):
             with torch.no_grad():
-                torch._foreach_copy_(parameters, weights)
-            run.optimizer.load_state_dict(before)
+                for parameter, kept in zip(parameters, weights, strict=True):
+                    parameter.copy_(kept)
+            run.optimizer.load_state_dict(state)
             raise Refusal(
                 f"optim_step: with {vars(adam)} the weights would not be finite: they stay as they were, and "
                 "the gradients are dropped"

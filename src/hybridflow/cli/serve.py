@@ -127,8 +127,14 @@ def run(options: argparse.Namespace) -> int:
 
     setup_logging()
     with progress.shown(), progress.importing():
-        from hybridflow.rollout.server.run import choose_token, listen
+        from hybridflow.rollout.server.run import check_counts, choose_token, listen
 
+    check_counts(
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+        max_queue=options.max_queue,
+    )
     given = options.api_key
     if given is None:
         given = os.environ.get(TOKEN_VARIABLE)

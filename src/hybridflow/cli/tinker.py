@@ -65,9 +65,14 @@ def run(options: argparse.Namespace) -> int:
 
     setup_logging()
     with progress.shown(), progress.importing():
-        from hybridflow.rollout.server.run import choose_token, listen
+        from hybridflow.rollout.server.run import check_counts, choose_token, listen
         from hybridflow.tinker.run import TinkerSettings, build, serve
 
+    check_counts(
+        max_runs=options.max_runs,
+        max_num_seqs=options.max_num_seqs,
+        max_tokens_per_pass=options.max_tokens_per_pass,
+    )
     key, is_new = choose_token(options.host, given, variable=KEY_VARIABLE)
     bound = listen(options.host, options.port)
     folder = Path(options.model).expanduser()

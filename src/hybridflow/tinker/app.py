@@ -8,14 +8,16 @@ What is refused has a status of 400 or above, or is the answer of its future, wi
 from __future__ import annotations
 
 import asyncio
+import json
 import secrets
+from contextlib import suppress
 from typing import Annotated, Any, Literal
 
 import torch
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError
 from starlette.exceptions import HTTPException
 
 from hybridflow import __version__
@@ -23,12 +25,19 @@ from hybridflow.errors import HybridFlowError
 from hybridflow.rollout.base import SamplingParams
 from hybridflow.rollout.server.app import Gate, answer_error
 from hybridflow.rollout.server.errors import ApiError
-from hybridflow.rollout.server.schema import StrictBody
+from hybridflow.rollout.server.schema import FailFast, StrictBody
 from hybridflow.rollout.server.service import ServerCounts
 from hybridflow.tinker.model import AdamStep, LoraSpec, Sampling, Trained
-from hybridflow.tinker.service import AdapterRun, Answer, TinkerService
+from hybridflow.tinker.service import ADAPTER_FACTS, AdapterRun, Answer, TinkerService, Unknown
 from hybridflow.tinker.store import SAMPLER, WEIGHTS, Facts
-from hybridflow.tinker.wire import Refusal, read_forward_backward, write_outputs
+from hybridflow.tinker.wire import (
+    MAX_SEQ,
+    Refusal,
+    WireError,
+    read_forward_backward,
+    read_numbers,
+    write_outputs,
+)
 
 POLL_S = 20.0
 """Seconds that a client waits for an answer before it asks again."""
@@ -40,7 +49,23 @@ UNEMBED = (
     "the output head gets none"
 )
 """Sentence that the client logs when a session begins."""
-Ids = Annotated[list[int], Field(max_length=2**20)]
+Count = Annotated[int, Field(ge=0, lt=2**31)]
+Number = Annotated[int, Field(ge=0, le=MAX_SEQ)]
+Seconds = Annotated[int, Field(ge=1, le=10**9)]
+Ids = Annotated[list[Count], FailFast(), Field(max_length=2**20)]
+
+
+def _check_text(value: Any) -> Any:
+    """Refuse what JSON cannot say again: listings would fail on it for ever."""
+    try:
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"it cannot be told again as JSON ({error})") from error
+    return value
+
+
+Text = Annotated[str, AfterValidator(_check_text)]
+Metadata = Annotated[dict[str, Any], AfterValidator(_check_text)]
 
 
 class Body(StrictBody):
@@ -52,18 +77,18 @@ class Body(StrictBody):
 class SessionBody(Body):
     """POST /create_session."""
 
-    tags: list[str] = Field([])
-    user_metadata: dict[str, Any] | None = None
+    tags: list[Text] = Field([])
+    user_metadata: Metadata | None = None
     sdk_version: str = ""
     project_id: str | None = None
-    display_name: str | None = None
+    display_name: Text | None = None
 
 
 class LoraBody(StrictBody):
     """An adapter; `train_unembed` has no effect."""
 
     rank: int = Field(ge=1, le=4096)
-    seed: int | None = Field(None, ge=0)
+    seed: Number | None = None
     train_unembed: bool = True
     train_mlp: bool = True
     train_attn: bool = True
@@ -79,9 +104,9 @@ class ModelBody(Body):
     """POST /create_model."""
 
     session_id: str
-    model_seq_id: int = Field(ge=0)
+    model_seq_id: Number
     base_model: str
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
     lora_config: LoraBody
     optimizer_config: OptimizerBody = OptimizerBody()
 
@@ -101,7 +126,7 @@ class NumberedBody(Body):
     """A request of a run, with its number."""
 
     model_id: str
-    seq_id: int = Field(ge=1)
+    seq_id: int = Field(ge=1, le=MAX_SEQ)
 
 
 class StepBody(NumberedBody):
@@ -114,15 +139,15 @@ class SaveBody(NumberedBody):
     """POST /save_weights."""
 
     path: str | None = None
-    ttl_seconds: int | None = Field(None, ge=1)
+    ttl_seconds: Seconds | None = None
     overwrite: bool = False
-    user_metadata: dict[str, str] | None = None
+    user_metadata: Annotated[dict[str, str], AfterValidator(_check_text)] | None = None
 
 
 class SaveForSamplerBody(SaveBody):
     """POST /save_weights_for_sampler."""
 
-    sampling_session_seq_id: int | None = None
+    sampling_session_seq_id: Number | None = None
     kind: Literal["snapshot"] = "snapshot"
 
 
@@ -130,11 +155,11 @@ class LoadBody(Body):
     """POST /load_weights: into a run, or as the first request of a new one."""
 
     model_id: str | None = None
-    seq_id: int | None = Field(None, ge=1)
+    seq_id: int | None = Field(None, ge=1, le=MAX_SEQ)
     session_id: str | None = None
-    model_seq_id: int | None = Field(None, ge=0)
+    model_seq_id: Number | None = None
     base_model: str | None = None
-    user_metadata: dict[str, Any] | None = None
+    user_metadata: Metadata | None = None
     path: str
     optimizer: bool
     optimizer_config: OptimizerBody = OptimizerBody()
@@ -144,7 +169,7 @@ class SamplerBody(Body):
     """POST /create_sampling_session."""
 
     session_id: str
-    sampling_session_seq_id: int = Field(ge=0)
+    sampling_session_seq_id: Number
     base_model: str | None = None
     model_path: str | None = None
 
@@ -165,11 +190,11 @@ class PromptBody(StrictBody):
 class ParamsBody(StrictBody):
     """How tokens are chosen, and when a response ends."""
 
-    max_tokens: int | None = Field(None, ge=1)
-    seed: int | None = Field(None, ge=0)
+    max_tokens: int | None = Field(None, ge=1, lt=2**31)
+    seed: Number | None = None
     stop: str | list[str] | Ids | None = None
     temperature: float = 1.0
-    top_k: int = -1
+    top_k: int = Field(-1, lt=2**31)
     top_p: float = 1.0
 
 
@@ -182,9 +207,9 @@ class SampleBody(Body):
     base_model: str | None = None
     model_path: str | None = None
     sampling_session_id: str | None = None
-    seq_id: int | None = None
+    seq_id: Number | None = None
     prompt_logprobs: bool = False
-    prompt_logprobs_last_n: int | None = Field(None, ge=1)
+    prompt_logprobs_last_n: int | None = Field(None, ge=1, lt=2**31)
     topk_sample_logprobs: int = Field(0, ge=0, le=100)
     topk_prompt_logprobs: Literal[0] = 0
     prompt_alt_tokens_k: Literal[0] = 0
@@ -194,7 +219,7 @@ class SampleBody(Body):
 class ExpiryBody(StrictBody):
     """PUT …/ttl."""
 
-    ttl_seconds: int | None = Field(None, ge=1)
+    ttl_seconds: Seconds | None = None
 
 
 class FutureBody(StrictBody):
@@ -215,13 +240,28 @@ def build_tinker_app(service: TinkerService, *, key: str | None) -> FastAPI:
     _add_listings(app, service)
 
     @app.api_route(PREFIX + "/{path:path}", methods=["GET", "POST", "PUT", "DELETE"])
-    async def other(path: str) -> Response:
+    async def other(path: str, request: Request) -> Response:
+        with suppress(ValueError, RecursionError):
+            _spend_number(service, await request.json())
         raise ApiError(404, f"{PREFIX}/{path} is not served: docs/tinker.md lists what is")
 
-    for kind in (ApiError, RequestValidationError, ValidationError, HTTPException, HybridFlowError, Refusal):
+    async def bad_body(request: Request, error: Any) -> Response:
+        _spend_number(service, error.body)
+        return await answer_error(request, error)
+
+    for kind in (ApiError, ValidationError, HTTPException, HybridFlowError, Refusal):
         app.add_exception_handler(kind, _told)
+    app.add_exception_handler(RequestValidationError, bad_body)
     app.add_exception_handler(Exception, answer_error)
-    app.add_middleware(Gate, token=key, max_body_bytes=MAX_BODY, metrics=ServerCounts(service.name), paths=())
+    app.add_middleware(
+        Gate,
+        token=key,
+        max_body_bytes=MAX_BODY,
+        metrics=ServerCounts(service.name),
+        paths=(),
+        credential="'X-API-Key: tml-KEY', as Tinker's client does with its api_key or TINKER_API_KEY",
+        size_option=": send fewer or shorter rows in one request",
+    )
     return app
 
 
@@ -229,6 +269,14 @@ async def _told(request: Request, error: Exception) -> Response:
     if isinstance(error, (Refusal, HybridFlowError)):
         error = ApiError(getattr(error, "status", 400), str(error))
     return await answer_error(request, error)
+
+
+def _spend_number(service: TinkerService, body: object) -> None:
+    """Let the number of a run's request that was refused count as done: the client goes on with the next."""
+    if isinstance(body, dict):
+        with suppress(ValidationError, Unknown):
+            numbers = NumberedBody.model_validate({key: body.get(key) for key in ("model_id", "seq_id")})
+            service.refuse(numbers.model_id, numbers.seq_id, "the request was refused when it came")
 
 
 def _future(request_id: str, model_id: str | None = None) -> Facts:
@@ -318,8 +366,9 @@ def _add_training(app: FastAPI, service: TinkerService) -> None:
             raise ApiError(400, "load_weights: send model_id and seq_id, or session_id and model_seq_id")
 
         def work(run: AdapterRun, trained: Trained) -> Answer:
+            facts = service.store.facts(body.path)
             run.trained = service.read(*source)
-            run.facts["rank"] = run.trained.adapter.rank
+            run.facts |= {key: facts[key] for key in ADAPTER_FACTS}
             return {"type": "load_weights", "path": body.path, "model_id": body.model_id}
 
         return _future(service.submit(body.model_id, body.seq_id, work))
@@ -343,13 +392,18 @@ def _add_training(app: FastAPI, service: TinkerService) -> None:
 
     @app.post(PREFIX + "/forward_backward")
     async def forward_backward(request: Request) -> Facts:
-        asked = await asyncio.to_thread(read_forward_backward, await request.body())
+        body = await request.body()
+        model_id, seq = read_numbers(body)
+        try:
+            asked = await asyncio.to_thread(read_forward_backward, body)
+        except WireError as error:
+            return _future(service.refuse(model_id, seq, str(error)))
 
         def work(run: AdapterRun, trained: Trained) -> Answer:
             log_probs, loss = service.base.forward(trained, asked)
             return write_outputs(log_probs, {"loss:sum": loss})
 
-        return _future(service.submit(asked.model_id, asked.seq_id, work))
+        return _future(service.submit(model_id, seq, work))
 
     @app.post(PREFIX + "/optim_step")
     async def optim_step(body: StepBody) -> Facts:
@@ -449,7 +503,7 @@ def _add_listings(app: FastAPI, service: TinkerService) -> None:
         return items[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(items)}
 
     @app.get(runs)
-    async def list_runs(limit: int = 20, offset: int = 0) -> Facts:
+    async def list_runs(limit: Count = 20, offset: Count = 0) -> Facts:
         found, cursor = page(list(reversed(service.runs)), limit, offset)
         return {"training_runs": [service.told_run(model_id) for model_id in found], "cursor": cursor}
 
@@ -463,7 +517,7 @@ def _add_listings(app: FastAPI, service: TinkerService) -> None:
         return {"checkpoints": service.store.checkpoints(model_id)}
 
     @app.get(PREFIX + "/checkpoints")
-    async def checkpoints(limit: int = 100, offset: int = 0) -> Facts:
+    async def checkpoints(limit: Count = 100, offset: Count = 0) -> Facts:
         found, cursor = page(service.store.checkpoints(), limit, offset)
         return {"checkpoints": found, "cursor": cursor}
 
@@ -490,7 +544,7 @@ def _add_listings(app: FastAPI, service: TinkerService) -> None:
         }
 
     @app.get(PREFIX + "/sessions")
-    async def sessions(limit: int = 20, offset: int = 0) -> Facts:
+    async def sessions(limit: Count = 20, offset: Count = 0) -> Facts:
         return {"sessions": page(list(reversed(service.sessions)), limit, offset)[0]}
 
     @app.get(PREFIX + "/sessions/{session}")

@@ -55,6 +55,12 @@ def _bounds(config: Mapping[str, float]) -> dict[str, float]:
     return {"clip_low": 1.0 - low, "clip_high": high - 1.0}
 
 
+def _beta(config: Mapping[str, float]) -> dict[str, float]:
+    if config["beta"] < 0:
+        raise Refusal(f"loss_fn_config: beta={config['beta']:g}: wanted at least 0, for example 0.05")
+    return {"dro_beta": config["beta"]}
+
+
 def _thresholds(low: float, high: float) -> dict[str, float]:
     return {"clip_low_threshold": low, "clip_high_threshold": high}
 
@@ -66,7 +72,7 @@ POLICY_LOSSES: dict[str, TinkerLoss] = {
     ),
     "ppo": TinkerLoss(partial(vanilla, clip_c=None), _thresholds(0.8, 1.2), _bounds),
     "cispo": TinkerLoss(cispo, _thresholds(0.0, 4.0), _bounds),
-    "dro": TinkerLoss(dro, {"beta": 0.05}, lambda config: {"dro_beta": config["beta"]}),
+    "dro": TinkerLoss(dro, {"beta": 0.05}, _beta),
     "gspo": TinkerLoss(
         gspo, _thresholds(1 - 3e-4, 1 + 4e-4), _bounds, ("logprobs", "advantages", RATIO_MASK)
     ),
@@ -80,10 +86,14 @@ def check_inputs(name: str, config: Mapping[str, float | str], rows: Sequence[Da
         raise Refusal(f"loss_fn={name!r} is not served here: choose from {', '.join(LOSSES)}")
     loss = POLICY_LOSSES.get(name)
     known = set() if loss is None else set(loss.config)
-    odd = sorted(key for key, value in config.items() if key not in known or isinstance(value, str))
+    odd = sorted(
+        key
+        for key, value in config.items()
+        if key not in known or isinstance(value, str) or not math.isfinite(value)
+    )
     if odd:
         raise Refusal(
-            f"loss_fn_config has {odd[0]!r}={config[odd[0]]!r}: {name} reads numbers of "
+            f"loss_fn_config has {odd[0]!r}={config[odd[0]]!r}: {name} reads finite numbers of "
             f"{', '.join(sorted(known)) or 'no keys'}"
         )
     if loss is not None:
@@ -106,11 +116,13 @@ def check_inputs(name: str, config: Mapping[str, float | str], rows: Sequence[Da
             )
         for key in wanted - {TARGETS}:
             value = row.inputs[key]
-            if list(value.shape) != shape or not bool(value.isfinite().all()):
+            if list(value.shape) != shape:
                 raise Refusal(
                     f"data[{place}]: {key} has the shape {list(value.shape)}, wanted {shape} like "
-                    "target_tokens, of finite numbers"
+                    "target_tokens"
                 )
+            if not bool(value.isfinite().all()):
+                raise Refusal(f"data[{place}]: {key} has numbers that are not finite (NaN or infinite)")
         if row.inputs[TARGETS].is_floating_point():
             raise Refusal(f"data[{place}]: target_tokens are float32, wanted int64")
         if RATIO_MASK in wanted and bool(row.inputs["advantages"][row.inputs[RATIO_MASK] == 0].any()):

@@ -9,6 +9,7 @@ Each training run has an adapter and an optimizer of its own; nothing of it is i
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -35,9 +36,12 @@ from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.tinker.losses import TARGETS, check_inputs, loss_of
 from hybridflow.tinker.wire import Datum, ForwardBackward, Refusal
 
+logger = logging.getLogger(__name__)
 ALPHA = 32
 """Numerator of an adapter's factor alpha / rank, whatever its rank: Tinker's."""
 OPTIMIZER = "optimizer.safetensors"
+LEAST_EPS = 1e-30
+"""Smallest eps of AdamW; in float32 much smaller ones are zero."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,12 @@ class AdamStep:
         values = vars(self)
         if not all(math.isfinite(value) and value >= 0 for value in values.values()):
             raise Refusal(f"adam_params: {values}: wanted finite numbers of at least 0")
+        if self.eps < LEAST_EPS or self.learning_rate > 1:
+            raise Refusal(
+                f"adam_params: learning_rate={self.learning_rate:g} and eps={self.eps:g}: wanted a learning "
+                f"rate of at most 1, and eps of at least {LEAST_EPS:g}: where the gradient is zero, so is "
+                "everything else that a step divides by"
+            )
         if self.beta1 >= 1 or self.beta2 >= 1:
             raise Refusal(f"adam_params: beta1={self.beta1:g} and beta2={self.beta2:g}: wanted below 1")
 
@@ -202,7 +212,8 @@ class SharedBase:
 
     def step(self, run: Trained, adam: AdamStep) -> float:
         """Take one AdamW step with the gradients since the last one, drop them, and return their norm before
-        clipping. Refusal, with nothing changed, where there are none or they are not finite.
+        clipping. Refusal, with nothing changed, where there are none, or where they or the weights that the
+        step would make are not finite.
         """
         if run.optimizer.num_gradients == 0:
             raise Refusal("optim_step: there are no gradients: call forward_backward before it")
@@ -219,8 +230,23 @@ class SharedBase:
                 group["betas"] = (adam.beta1, adam.beta2)
                 group["eps"] = adam.eps
                 group["weight_decay"] = adam.weight_decay
+        parameters = [each for _, each in run.adapter.named_parameters()]
+        weights = [each.detach().clone() for each in parameters]
+        state = {
+            name: {key: value.clone() for key, value in entry.items()}
+            for name, entry in run.optimizer.state_dict().items()
+        }
         run.optimizer.step(adam.learning_rate)
         run.optimizer.zero_grad()
+        if not all(bool(each.isfinite().all()) for each in parameters):
+            with torch.no_grad():
+                for parameter, kept in zip(parameters, weights, strict=True):
+                    parameter.copy_(kept)
+            run.optimizer.load_state_dict(state)
+            raise Refusal(
+                f"optim_step: with {vars(adam)} the weights would not be finite: they stay as they were, and "
+                "the gradients are dropped"
+            )
         return norm
 
     def write(self, run: Trained, folder: Path, *, optimizer: bool) -> None:
@@ -248,7 +274,8 @@ class SharedBase:
 
     def sample(self, adapter: Adapter | None, version: int, take: Callable[[], Iterable[Sampling]]) -> None:
         """Serve the requests that `take` gives, and those that it gives between two steps, until all are
-        done. Whatever happens to one is told to it alone. Weights of one `version` are the same.
+        done. A prompt that cannot be scored fails its own request; an error of the engine fails all that
+        are not done. Weights of one `version` are the same.
         """
         self.engine.wake_up()
         self.slots.use(adapter)
@@ -262,9 +289,14 @@ class SharedBase:
                 new = list(take())
                 taken += new
                 for asked in new:
+                    try:
+                        asked.prompt_log_probs = self._score(asked)
+                    except Exception as error:
+                        logger.exception("the log-probs of a prompt failed")
+                        asked.finish(asked, f"the prompt's log-probs: {type(error).__name__}: {error}")
+                        continue
                     requests = self._requests(asked)
                     running.update({each.request_id: (asked, place) for place, each in enumerate(requests)})
-                    asked.prompt_log_probs = self._score(asked)
                     outputs += session.add(requests)
                 if not running:
                     return

@@ -9,7 +9,7 @@ from types import FrameType
 
 import uvicorn
 
-from hybridflow.distributed.device import resolve_device
+from hybridflow.rollout.server.build import served_device
 from hybridflow.rollout.server.run import server_config
 from hybridflow.tinker.app import build_tinker_app
 from hybridflow.tinker.model import SharedBase
@@ -44,10 +44,11 @@ class TinkerSettings:
 
 def build(settings: TinkerSettings) -> TinkerService:
     """Open the folder, load the model, start its thread; ConfigError or ModelError where that cannot be."""
+    device = served_device(settings.device)
     store = Store(settings.folder)
     base = SharedBase(
         settings.model,
-        device=resolve_device(settings.device),
+        device=device,
         dtype=settings.dtype,
         pass_tokens=settings.pass_tokens,
         max_rows=settings.max_rows,

@@ -28,6 +28,8 @@ from hybridflow.tinker.wire import Refusal, write_samples
 logger = logging.getLogger(__name__)
 Answer = dict[str, Any] | bytes
 """What a client gets: JSON, or a message of `wire.py`."""
+ADAPTER_FACTS = ("rank", "train_attn", "train_mlp")
+"""What a checkpoint says of its adapter."""
 ANSWER_S = 600.0
 """Seconds that an answer is kept after it is there."""
 GAP_S = 60.0
@@ -60,6 +62,8 @@ class AdapterRun:
     """Its weights; None before they are made, read or once they were dropped."""
     ended: str | None = None
     """Why it cannot go on."""
+    last_request: str | None = None
+    """When its last request came; None since the server began."""
 
 
 @dataclass
@@ -84,10 +88,9 @@ class TinkerService:
         self.name = name
         self.folder = folder
         self.max_runs = max_runs
-        known, runs = store.read()
-        self.sessions: Facts = known["sessions"]
-        self.samplers: Facts = known["samplers"]
-        self.runs = {facts["model_id"]: self._resumed(facts) for facts in runs}
+        self.sessions: Facts = store.known["sessions"]
+        self.samplers: Facts = store.known["samplers"]
+        self.runs = {facts["model_id"]: self._resumed(facts) for facts in store.runs}
         self._heard: dict[str, float] = {}
         self._jobs: OrderedDict[str, QueuedRequest] = OrderedDict()
         self._queue: deque[QueuedRequest] = deque()
@@ -177,13 +180,14 @@ class TinkerService:
         facts = self.runs[model_id].facts
         checkpoints = self.store.checkpoints(model_id)
         newest = {each["checkpoint_type"]: each for each in reversed(checkpoints)}
+        known = checkpoints[0]["time"] if checkpoints else facts["created"]
         return {
             "training_run_id": model_id,
             "base_model": self.name,
             "model_owner": "local",
             "is_lora": True,
             "lora_rank": facts["rank"],
-            "last_request_time": facts["created"] if not checkpoints else checkpoints[0]["time"],
+            "last_request_time": self.runs[model_id].last_request or known,
             "last_checkpoint": newest.get("training"),
             "last_sampler_checkpoint": newest.get("sampler"),
             "user_metadata": facts["user_metadata"],
@@ -289,7 +293,18 @@ class TinkerService:
 
         return self._submit(run, seq, done)
 
+    def refuse(self, model_id: str, seq: int, problem: str) -> str:
+        """Let a request that cannot be read count as done, since its client has spent the number, and return
+        the id of its answer, which is the problem; Unknown where the run cannot go on.
+        """
+
+        def refused() -> Answer:
+            raise Refusal(problem)
+
+        return self._submit(self.run_of(model_id), seq, refused)
+
     def _submit(self, run: AdapterRun, seq: int, work: Callable[[], Answer]) -> str:
+        run.last_request = now()
         job = QueuedRequest(f"{run.facts['model_id']}:{seq}", work)
         with self._changed:
             if job.request_id in self._jobs:  # the client did not hear the first answer
@@ -309,7 +324,7 @@ class TinkerService:
         self, run: AdapterRun, trained: Trained, seq: int, kind: str, name: str | None, body: Any
     ) -> str:
         """Write a checkpoint of a run, in the model's thread, and return its address."""
-        facts = {key: run.facts[key] for key in ("rank", "train_attn", "train_mlp")}
+        facts = {key: run.facts[key] for key in ADAPTER_FACTS}
         facts |= {"time": now(), "expires_at": expiry(body.ttl_seconds), "user_metadata": body.user_metadata}
         model_id = run.facts["model_id"]
 
@@ -415,8 +430,8 @@ class TinkerService:
                         self._fail(
                             run.waiting.pop(seq)[0],
                             f"request {seq} of the run waits for {run.next_seq}, which did not come within "
-                            f"{GAP_S:g} s. Where the server began anew: create a training client from the "
-                            "newest saved state",
+                            f"{GAP_S:g} s. Where the server began anew, or refused a request unread (413): "
+                            "create a training client from the newest saved state",
                         )
                 if self._closing or self._queue:
                     return None if self._closing else self._queue.popleft()

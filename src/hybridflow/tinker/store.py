@@ -11,7 +11,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,10 @@ SCHEME = "tinker://"
 UNNAMED = "_"
 """First letter of the names that the server gives."""
 _OLD = ".tmp_old_"
+_OF_RUN = ("model_id", "session_id", "created", "user_metadata", "rank")
+"""What the file of a run has at least."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+_PART = re.compile(r"[\w:.-]{0,199}\w", re.ASCII)
 Facts = dict[str, Any]
 
 
@@ -35,11 +38,15 @@ class Store:
     """The folder, which one server has at a time."""
 
     def __init__(self, folder: Path) -> None:
-        """Open or make a folder; ConfigError where another server has it."""
+        """Open or make a folder; ConfigError where another server has it, or it cannot be read."""
         self.folder = folder
-        (folder / "runs").mkdir(parents=True, exist_ok=True)
         self._held = ExitStack()
-        if not self._held.enter_context(locked(folder / ".lock")):
+        try:
+            (folder / "runs").mkdir(parents=True, exist_ok=True)
+            is_free = self._held.enter_context(locked(folder / ".lock"))
+        except OSError as error:
+            raise ConfigError(f"--folder {folder} is no folder that can be written: {error}") from error
+        if not is_free:
             raise ConfigError(
                 f"the folder {folder} belongs to a server that runs: end it, or give another --folder"
             )
@@ -48,17 +55,21 @@ class Store:
                 old.rename(whole)
         for left in folder.glob("runs/*/*/.tmp_*"):
             shutil.rmtree(left)
+        try:
+            self.known: Facts = {"sessions": {}, "samplers": {}}
+            """Sessions and samplers when the folder was opened."""
+            if (folder / "sessions.json").exists():
+                self.known = _read(folder / "sessions.json", ("sessions", "samplers"))
+            found = [_read(path, _OF_RUN) for path in folder.glob("runs/*/run.json")]
+            self.runs = sorted(found, key=lambda run: str(run["created"]))
+            """Facts of all runs when the folder was opened, the oldest first."""
+        except BaseException:
+            self.close()
+            raise
 
     def close(self) -> None:
         """Let another server have the folder."""
         self._held.close()
-
-    def read(self) -> tuple[Facts, list[Facts]]:
-        """Return sessions and samplers, and the facts of all runs, the oldest first."""
-        path = self.folder / "sessions.json"
-        known = json.loads(path.read_text()) if path.is_file() else {"sessions": {}, "samplers": {}}
-        runs = [json.loads(path.read_text()) for path in self.folder.glob("runs/*/run.json")]
-        return known, sorted(runs, key=lambda run: str(run["created"]))
 
     def write_sessions(self, known: Facts) -> None:
         """Write sessions and samplers."""
@@ -123,10 +134,11 @@ class Store:
         """Return the folder of a checkpoint by its address; Refusal where there is none of these kinds."""
         parts = address.removeprefix(SCHEME).split("/")
         known = address.startswith(SCHEME) and len(parts) == 3 and parts[1] in kinds
-        if known and all(re.fullmatch(r"[\w:.-]*\w", part) for part in parts):
+        if known and all(_PART.fullmatch(part) for part in parts):
             folder = self.folder.joinpath("runs", *parts)
-            if (folder / "checkpoint.json").is_file() and not _has_expired(_facts(folder)):
-                return folder
+            with suppress(FileNotFoundError):
+                if not _has_expired(_facts(folder)):
+                    return folder
         raise Refusal(
             f"there are no weights at {address!r} (never saved, removed, or expired): wanted "
             f"{SCHEME}RUN/{'|'.join(kinds)}/NAME as save_state or save_weights_for_sampler returned it"
@@ -152,20 +164,23 @@ class Store:
         found = []
         for path in self.folder.glob(f"runs/{model_id}/*/*/checkpoint.json"):
             folder = path.parent
-            facts = _facts(folder)
-            if _has_expired(facts):
-                shutil.rmtree(folder)
-            elif not folder.name.startswith((UNNAMED, ".")):
-                run, kind, name = folder.parts[-3:]
-                found.append(
-                    {
-                        "checkpoint_id": f"{kind}/{name}",
-                        "checkpoint_type": TYPES[kind],
-                        "tinker_path": f"{SCHEME}{run}/{kind}/{name}",
-                        "size_bytes": sum(file.stat().st_size for file in folder.iterdir()),
-                        **{key: facts[key] for key in ("time", "expires_at", "user_metadata")},
-                    }
-                )
+            if folder.name.startswith("."):  # not whole yet, or no longer
+                continue
+            with suppress(FileNotFoundError):  # the model's thread saves, replaces and removes meanwhile
+                facts = _facts(folder)
+                if _has_expired(facts):
+                    shutil.rmtree(folder)
+                elif not folder.name.startswith(UNNAMED):
+                    run, kind, name = folder.parts[-3:]
+                    found.append(
+                        {
+                            "checkpoint_id": f"{kind}/{name}",
+                            "checkpoint_type": TYPES[kind],
+                            "tinker_path": f"{SCHEME}{run}/{kind}/{name}",
+                            "size_bytes": sum(file.stat().st_size for file in folder.iterdir()),
+                            **{key: facts[key] for key in ("time", "expires_at", "user_metadata")},
+                        }
+                    )
         return sorted(found, key=lambda each: str(each["time"]), reverse=True)
 
 
@@ -177,6 +192,21 @@ def now() -> str:
 def expiry(seconds: int | None) -> str | None:
     """Return the time in some seconds, or None."""
     return None if seconds is None else (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
+
+
+def _read(path: Path, keys: tuple[str, ...]) -> Facts:
+    """Return what a file has; ConfigError where it is broken."""
+    try:
+        facts: Facts = json.loads(path.read_text(encoding="utf-8"))
+        problem = ", ".join(key for key in keys if key not in facts)
+    except (OSError, ValueError, TypeError) as error:
+        problem = str(error)
+    if problem:
+        raise ConfigError(
+            f"the server cannot go on from {path}, which is broken ({problem}): put a copy of it back, or "
+            "move it away and lose what it names"
+        )
+    return facts
 
 
 def _facts(folder: Path) -> Facts:

@@ -21,8 +21,14 @@ from hybridflow.rollout.base import GenerationOutput
 
 DTYPES: dict[int, np.dtype[Any]] = {1: np.dtype("<f4"), 2: np.dtype("<i8"), 3: np.dtype("<i4")}
 """Element types of tensors by their number: float32, int64, int32."""
-MAX_CELLS = 2**26
-"""Most numbers of a tensor whose zeros are not sent."""
+MAX_NUMBERS = 2**18
+"""Most numbers of one tensor of a row, also where its zeros are not sent: 2**19 targets took 0.6 GB."""
+MAX_CELLS = 2**24
+"""Most numbers of all tensors of a body."""
+MAX_INPUTS = 16
+"""Most tensors of a row; no loss reads more than five."""
+MAX_SEQ = 2**63 - 1
+"""Largest number of a request."""
 Value = int | bytes
 Fields = dict[int, list[Value]]
 """Values of a message by the number of the field: an integer, or bytes."""
@@ -129,6 +135,20 @@ def _double(data: bytes) -> float:
     return float(struct.unpack("<d", data)[0])
 
 
+def read_numbers(body: bytes) -> tuple[str, int]:
+    """Return the run and the number of a request for forward_backward, whatever the rest of the body is;
+    WireError where it has none.
+    """
+    try:
+        fields = read_fields(body)
+        model_id, seq = _text(fields, 1), _number(fields, 2)
+    except ValueError as error:
+        raise WireError(f"the body is no request for forward_backward: {error}") from error
+    if not 1 <= seq <= MAX_SEQ:
+        raise WireError(f"seq_id={seq}: wanted a number from 1 to 2**63 - 1")
+    return model_id, seq
+
+
 def read_forward_backward(body: bytes) -> ForwardBackward:
     """Return the request of a body; WireError where it cannot be read."""
     try:
@@ -139,7 +159,13 @@ def read_forward_backward(body: bytes) -> ForwardBackward:
         for entry in _parts(fields, 7):
             value = read_fields(_bytes(entry, 2))
             config[_text(entry, 1)] = _text(value, 2) if 2 in value else _double(_bytes(value, 1))
-        data = [_datum(datum) for datum in _parts(fields, 3)]
+        data = []
+        room = MAX_CELLS
+        for datum in _parts(fields, 3):
+            data.append(_datum(datum))
+            room -= sum(tensor.numel() for tensor in data[-1].inputs.values())
+            if room < 0:
+                raise WireError(f"the rows have more than {MAX_CELLS} numbers: send them in several requests")
         return ForwardBackward(
             _text(fields, 1), _number(fields, 2), _text(fields, 4), config, data, bool(_number(fields, 6))
         )
@@ -154,11 +180,16 @@ def _datum(fields: Fields) -> Datum:
             raise WireError("a chunk of model_input is a picture or sound, and only encoded text is served")
         tokens.append(np.frombuffer(_bytes(read_fields(_bytes(chunk, 1)), 1), DTYPES[3]))
     ids = torch.from_numpy(np.concatenate(tokens).astype(np.int64) if tokens else np.zeros(0, np.int64))
-    inputs = {_text(entry, 1): _tensor(read_fields(_bytes(entry, 2))) for entry in _parts(fields, 2)}
+    if len(fields.get(2, [])) > MAX_INPUTS:
+        raise WireError(f"a row has {len(fields[2])} tensors of loss_fn_inputs, wanted at most {MAX_INPUTS}")
+    inputs: dict[str, Tensor] = {}
+    for entry in _parts(fields, 2):
+        name = _text(entry, 1)
+        inputs[name] = _tensor(name, read_fields(_bytes(entry, 2)))
     return Datum(ids, inputs)
 
 
-def _tensor(fields: Fields) -> Tensor:
+def _tensor(name: str, fields: Fields) -> Tensor:
     dtype = DTYPES.get(_number(fields, 3))
     if dtype is None:
         raise WireError(
@@ -167,29 +198,43 @@ def _tensor(fields: Fields) -> Tensor:
     shape: list[int] = []
     for value in fields.get(4, []):
         place = 0
-        while isinstance(value, bytes) and place < len(value):  # packed
+        while isinstance(value, bytes) and place < len(value) and len(shape) < 3:  # packed
             size, place = _varint(value, place)
             shape.append(size)
         if isinstance(value, int):
             shape.append(value)
     wide: np.dtype[Any] = np.dtype(np.float32 if dtype.kind == "f" else np.int64)
+    sent = len(_bytes(fields, 1)) // dtype.itemsize
+    if 2 not in fields and not shape:
+        shape = [sent]
+    if len(shape) > 2 or max(0, *shape, math.prod(shape)) > MAX_NUMBERS:
+        raise WireError(
+            f"{name} has {len(shape)} sizes, {shape[:2]}: one or two are wanted, for example targets "
+            f"[tokens, targets of a token], and at most {MAX_NUMBERS} numbers in a row of data"
+        )
     if 2 not in fields:
         values = np.frombuffer(_bytes(fields, 1), dtype).astype(wide)
-        return torch.from_numpy(values).reshape(shape or [-1])
-    if len(shape) != 2 or math.prod(shape) > MAX_CELLS:
-        raise WireError(
-            f"a sparse tensor of the shape {shape}: two sizes of at most {MAX_CELLS} numbers are wanted"
-        )
+        return torch.from_numpy(values).reshape(shape)
+    if len(shape) != 2:
+        raise WireError(f"{name} is sparse and of the shape {shape}: two sizes are wanted")
     sparse = read_fields(_bytes(fields, 2))
     starts, columns = (np.frombuffer(_bytes(sparse, number), "<i8") for number in (2, 3))
     counts = np.diff(starts)
-    if len(counts) != shape[0] or starts[0] != 0 or starts[-1] != len(columns) or (counts < 0).any():
+    whole = len(starts) == shape[0] + 1 and starts[0] == 0 and starts[-1] == len(columns)
+    if not whole or (counts < 0).any():
         raise WireError(f"a sparse tensor of {shape[0]} rows whose row pointers are {starts[:9].tolist()}")
     if ((columns < 0) | (columns >= shape[1])).any():
         raise WireError(f"a sparse tensor of {shape[1]} columns lists others")
-    dense = np.zeros(shape, wide)
-    dense[np.repeat(np.arange(shape[0]), counts), columns] = np.frombuffer(_bytes(sparse, 1), dtype)
-    return torch.from_numpy(dense)
+    values = np.frombuffer(_bytes(sparse, 1), dtype)
+    cells = np.repeat(np.arange(shape[0]), counts) * shape[1] + columns
+    if len(values) != len(columns) or len(np.unique(cells)) != len(cells):
+        raise WireError(
+            f"{name} is sparse with {len(values)} values at {len(columns)} columns: wanted one value for "
+            "each, and no column twice in a row"
+        )
+    dense = np.zeros(math.prod(shape), wide)
+    dense[cells] = values
+    return torch.from_numpy(dense.reshape(shape))
 
 
 def number_field(number: int, value: int) -> bytes:

@@ -80,6 +80,8 @@ def test_a_checkpoint_is_made_a_folder_first(tmp_path: Path) -> None:
         (["--host", "0.0.0.0"], "needs a token of at least 16 characters"),
         (["--api-key", ""], "the server's token is empty"),
         (["--port", "0"], "no folder"),
+        (["--port", "-1"], "--port -1: wanted 1 to 65535"),
+        (["--max-num-seqs", "0"], "--max-num-seqs 0: wanted at least 1"),
         (["--host", "192.0.2.1", "--api-key", "x" * 20], "cannot listen on 192.0.2.1:8000"),
     ],
 )

@@ -30,6 +30,12 @@ def _alone(monkeypatch: pytest.MonkeyPatch) -> None:
         ),
         (None, ["--host", "0.0.0.0"], "needs a token of at least 16 characters"),
         (None, ["--port", "0", "--device", "cpu"], "no folder"),
+        (None, ["--max-runs", "0"], "--max-runs 0: wanted at least 1"),
+        (None, ["--max-num-seqs", "0"], "--max-num-seqs 0: wanted at least 1"),
+        (None, ["--max-tokens-per-pass", "-1"], "--max-tokens-per-pass -1: wanted at least 1"),
+        (None, ["--port", "70000"], "--port 70000: wanted 1 to 65535"),
+        (None, ["--port", "0", "--device", "tpux"], "--device: got 'tpux'"),
+        ("tml-a-key", ["--port", "0", "--device", "cpu", "--folder", "key"], "--folder key is no folder"),
     ],
 )
 def test_what_cannot_be_is_said_before_the_model_is_loaded(
@@ -46,6 +52,19 @@ def test_what_cannot_be_is_said_before_the_model_is_loaded(
         words = ["--api-key-file", "key", *words]
     assert main(["tinker", "/no/such/model", *words]) == 1
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "text"), [("sessions.json", '{"sess'), ("runs/x/run.json", "{}")])
+def test_a_broken_file_is_named_before_the_model_is_loaded(
+    name: str, text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text)
+    words = ["--port", "0", "--device", "cpu", "--folder", str(tmp_path)]
+    assert main(["tinker", "/no/such/model", *words]) == 1
+    told = capsys.readouterr().err
+    assert f"{file}, which is broken" in told and "put a copy of it back" in told
 
 
 def test_a_key_may_come_from_the_environment_and_its_file_must_be_there(

@@ -106,9 +106,9 @@ for name in ("cpu", "toy:0", "cuda:x", "gpu:1"):
         "toy2",
         absent,
         "cpu",
-        absent,
+        absent.replace("trainer.device", "--device"),
         "refused: --device cuda:x: give a device and perhaps its number, for example cuda:1",
-        f"refused: trainer.device: got 'gpu' (str), wanted one of {known} (did you mean 'npu'?)",
+        f"refused: --device: got 'gpu' (str), wanted one of {known} (did you mean 'npu'?)",
     ]
     assert [line.partition(" (torch ")[0] for line in lines] == wanted
 

@@ -5,6 +5,7 @@ server that begins anew goes on from what was saved, and no request ends it.
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,11 +28,22 @@ from hybridflow.protocol.randomness import derive_seed
 from hybridflow.rollout.base import GenerationRequest, SamplingParams
 from hybridflow.rollout.native.engine import NativeEngine
 from hybridflow.tinker import service as service_module
+from hybridflow.tinker import store as store_module
 from hybridflow.tinker.app import build_tinker_app
-from hybridflow.tinker.model import ALPHA, OPTIMIZER, SharedBase
+from hybridflow.tinker.model import ALPHA, OPTIMIZER, Sampling, SharedBase
 from hybridflow.tinker.service import TinkerService
 from hybridflow.tinker.store import Store
-from plain_tinker import KEY, Failed, PlainClient, PlainRun, Row, floats, request_message
+from hybridflow.tinker.wire import number_field
+from plain_tinker import (
+    KEY,
+    Failed,
+    PlainClient,
+    PlainRun,
+    Row,
+    floats,
+    request_message,
+    tensor_message,
+)
 
 ADAM = {"learning_rate": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
@@ -368,8 +380,10 @@ def test_checkpoints_are_listed_expire_and_are_removed(client: PlainClient) -> N
     assert (listed["checkpoint_id"], listed["checkpoint_type"]) == ("weights/a", "training")
     info = client.ask("weights_info", tinker_path=path)
     assert (info["lora_rank"], info["train_unembed"], info["train_mlp"]) == (4, False, True)
-    runs = client.get("training_runs")
-    assert runs["training_runs"][0]["last_checkpoint"]["tinker_path"] == path
+    run.forward_backward(rows(0), "cross_entropy")
+    (told,) = client.get("training_runs")["training_runs"]
+    assert told["last_checkpoint"]["tinker_path"] == path
+    assert told["last_request_time"] > told["last_checkpoint"]["time"]
     url = f"/api/v1/training_runs/{run.model_id}/checkpoints/weights/a"
     answer = client.http.put(f"{url}/ttl", json={"ttl_seconds": 3600}, headers=client.headers)
     assert answer.status_code == 204 and client.get("checkpoints")["checkpoints"][0]["expires_at"]
@@ -382,7 +396,7 @@ def test_checkpoints_are_listed_expire_and_are_removed(client: PlainClient) -> N
 def test_a_wrong_key_is_401(http: TestClient) -> None:
     for headers in ({}, {"X-API-Key": "tml-another"}):
         answer = http.post("/api/v1/create_session", json={}, headers=headers)
-        assert answer.status_code == 401 and "x-api-key" in answer.text
+        assert answer.status_code == 401 and "X-API-Key" in answer.text and "TINKER_API_KEY" in answer.text
 
 
 def bad_requests(run: PlainRun) -> dict[str, tuple[str, dict[str, Any]]]:
@@ -416,6 +430,10 @@ def bad_requests(run: PlainRun) -> dict[str, tuple[str, dict[str, Any]]]:
         "temperature=-1": ("asample", {**sampled, "sampling_params": {"temperature": -1.0, "max_tokens": 1}}),
         "positions": ("asample", {**sampled, "sampling_params": {"max_tokens": 10**6}}),
         "prompt_alt_tokens_k": ("asample", {**sampled, "prompt_alt_tokens_k": 2}),
+        "model_seq_id": ("create_model", {**model, "model_seq_id": 10**300}),
+        "seq_id": ("optim_step", {"model_id": run.model_id, "seq_id": 2**66, "adam_params": {}}),
+        "ttl_seconds": ("save_weights", {**number, "ttl_seconds": 10**12}),
+        "prompt.chunks.0.tokens.0": ("asample", {**sampled, "prompt": {"chunks": [{"tokens": [10**30]}]}}),
         "is not served": ("save_weights_external", number),
         "send model_id and seq_id": ("load_weights", {"path": "tinker://a/weights/b", "optimizer": True})
     }  # fmt: skip
@@ -426,9 +444,14 @@ def test_a_bad_request_has_a_reason_and_ends_nothing(client: PlainClient) -> Non
     for told, (path, body) in bad_requests(run).items():
         answer = client.post(path, **body)
         assert answer.status_code in (400, 404) and told in answer.text, (told, answer.text)
-    for body in (b"", b"\xff\xff", b"{}"):
+    numbers = [request_message(run.model_id, seq, [], "ppo", {}, False) for seq in (0, 2**66)]
+    for body in (b"", b"\xff\xff", b"{}", *numbers):
         answer = client.http.post("/api/v1/forward_backward", content=body, headers=client.headers)
         assert answer.status_code in (400, 404), answer.text
+    run.seq = 1  # which one of them had, and spent
+    for query in (f"limit={10**20}", "limit=-1", "offset=-1"):
+        answer = client.http.get(f"/api/v1/checkpoints?{query}", headers=client.headers)
+        assert answer.status_code == 400 and query.partition("=")[0] in answer.text
     with pytest.raises(Failed, match="token ids from 1000000"):
         run.forward_backward([([10**6], {"target_tokens": [1], "weights": [1.0]})], "cross_entropy")
     with pytest.raises(Failed, match="wanted finite numbers"):
@@ -441,6 +464,99 @@ def test_a_bad_request_has_a_reason_and_ends_nothing(client: PlainClient) -> Non
         run.step(**ADAM)
     other = client.train("tiny")
     assert curve(run, 0) == curve(other, 0)  # nothing of all this is left in the run
+
+
+def test_a_request_that_is_refused_has_spent_its_number(client: PlainClient) -> None:
+    run, other = client.train("tiny"), client.train("tiny")
+    for path, body in (
+        ("save_weights", {"path": "x", "ttl_seconds": 0}),
+        ("optim_step", {"adam_params": {"momentum": 1.0}}),
+        ("load_weights", {"path": 1, "optimizer": True}),
+        ("save_weights_external", {}),
+    ):
+        assert client.post(path, **body, **run.next()).status_code in (400, 404)
+    bad = tensor_message(1.0) + number_field(4, 3)
+    with pytest.raises(Failed, match="the body is no request for forward_backward"):
+        run.forward_backward([([1], {"target_tokens": [2], "weights": bad})], "cross_entropy")
+    assert curve(run, 0) == curve(other, 0)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_to_what_is_not_finite_changes_nothing(tmp_path: Path, dtype: str) -> None:
+    with serving(shared_base(tmp_path, dtype), tmp_path / "runs") as http:
+        client = PlainClient(http)
+        run, other = client.train("tiny"), client.train("tiny")
+        for _ in range(2):  # without moments, and with some
+            for odd, told in (
+                ({"eps": 0.0}, "eps of at least 1e-30"),
+                ({"learning_rate": 1e300}, "a learning rate of at most 1"),
+                ({"weight_decay": 1e300}, "the weights would not be finite"),
+            ):
+                run.forward_backward(rows(5), "cross_entropy")
+                with pytest.raises(Failed, match=told):
+                    run.step(**{**ADAM, **odd})
+            with pytest.raises(Failed, match="there are no gradients"):
+                run.step(**ADAM)
+            assert curve(run, 0) == curve(other, 0)
+
+
+def test_a_run_that_loads_another_adapter_says_so(client: PlainClient) -> None:
+    run, small = client.train("tiny", rank=4), client.train("tiny", rank=2, train_mlp=False)
+    body = {"path": small.save("small"), "optimizer": False}
+    client.fetch(client.ask("load_weights", **body, **run.next()))
+    assert client.ask("get_info", model_id=run.model_id)["lora_rank"] == 2
+    info = client.ask("weights_info", tinker_path=run.save("again"))
+    assert (info["lora_rank"], info["train_attn"], info["train_mlp"]) == (2, True, False)
+
+
+@pytest.mark.parametrize("odd", ["\ud800", float("nan")])
+def test_what_no_listing_could_say_again_is_refused(client: PlainClient, odd: Any) -> None:
+    headers = {**client.headers, "content-type": "application/json"}
+    for field, value in (("user_metadata", {"deep": [odd]}), ("display_name", odd), ("tags", [odd])):
+        body = json.dumps({field: value})
+        answer = client.http.post("/api/v1/create_session", content=body, headers=headers)
+        assert answer.status_code == 400 and field in answer.text, answer.text
+
+
+def test_listings_pass_over_what_is_saved_or_removed_meanwhile(
+    client: PlainClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = client.train("tiny")
+    paths = [run.save("a"), run.save("b")]
+    folder = tmp_path / "runs" / run.model_id / "weights"
+    shutil.copytree(folder / "a", folder / ".tmp_c")
+    listed = client.get("checkpoints")["checkpoints"]
+    assert sorted(each["tinker_path"] for each in listed) == paths
+    read = store_module._facts
+
+    def facts(folder: Path) -> dict[str, Any]:
+        if folder.name == "a":
+            raise FileNotFoundError(folder)
+        return read(folder)
+
+    monkeypatch.setattr(store_module, "_facts", facts)
+    assert [each["tinker_path"] for each in client.get("checkpoints")["checkpoints"]] == paths[1:]
+    answer = client.post("weights_info", tinker_path=paths[0])
+    assert answer.status_code == 400 and "there are no weights" in answer.text
+
+
+def test_a_prompt_that_cannot_be_scored_fails_alone(
+    base: SharedBase, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: dict[int, str | None] = {}
+    asked = [Sampling((20 + place,), SamplingParams(2), 1, 1, place) for place in range(2)]
+    for each in asked:
+        each.finish = lambda each, problem: told.update({each.num_scored: problem})
+    score = base._score
+
+    def broken(each: Sampling) -> Tensor | None:
+        if each.num_scored:
+            raise RuntimeError("out of memory")
+        return score(each)
+
+    monkeypatch.setattr(base, "_score", broken)
+    base.sample(None, 0, lambda: [asked.pop() for _ in range(len(asked))])
+    assert told == {0: None, 1: "the prompt's log-probs: RuntimeError: out of memory"}
 
 
 def test_an_error_of_the_model_fails_one_request(

@@ -10,12 +10,16 @@ from hypothesis import strategies as st
 
 from hybridflow.rollout.base import GenerationOutput
 from hybridflow.tinker.wire import (
+    MAX_CELLS,
+    MAX_INPUTS,
+    MAX_NUMBERS,
     WireError,
     bytes_field,
     double_field,
     number_field,
     read_fields,
     read_forward_backward,
+    read_numbers,
     write_outputs,
     write_samples,
 )
@@ -52,9 +56,61 @@ def test_chunks_of_a_prompt_are_one_row_and_zeros_need_not_be_sent() -> None:
         3, np.array([2], "<i8").tobytes()
     )
     tensor = bytes_field(2, sparse) + number_field(3, 1) + bytes_field(4, bytes([2, 3]))  # packed sizes
+    assert tensor == sparse_message([5.0], [0, 0, 1], [2], [2, 3])
     (row,) = read_forward_backward(bytes_field(3, chunk + row_message([7], {"weights": tensor}))).data
     assert row.tokens.tolist() == [8, 9, 7]
     assert row.inputs["weights"].tolist() == [[0.0, 0.0, 0.0], [0.0, 0.0, 5.0]]
+
+
+def sparse_message(values: list[float], starts: list[int], columns: list[int], shape: list[int]) -> bytes:
+    """A tensor of float32 whose zeros are not sent."""
+    sizes = b"".join(number_field(4, size)[1:] for size in shape)
+    sparse = bytes_field(1, np.array(values, "<f4").tobytes())
+    sparse += bytes_field(2, np.array(starts, "<i8").tobytes())
+    sparse += bytes_field(3, np.array(columns, "<i8").tobytes())
+    return bytes_field(2, sparse) + number_field(3, 1) + bytes_field(4, sizes)
+
+
+def body_of(tensor: bytes, count: int = 1) -> bytes:
+    return bytes_field(3, row_message([1], {f"w{place}": tensor for place in range(count)}))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "told"),
+    [
+        (sparse_message([5.0], [0, 3], [0, 1, 2], [1, 3]), "w0 is sparse with 1 values at 3 columns"),
+        (sparse_message([5.0, 6.0], [0, 2], [1, 1], [1, 3]), "no column twice in a row"),
+        (sparse_message([5.0], [], [0], [1, 3]), "row pointers"),
+        (sparse_message([], [], [], [0, 3]), "row pointers"),
+        (sparse_message([], [0], [], [0, 2**66]), "w0 has 2 sizes"),
+        (sparse_message([], [0, 0], [], [1, MAX_NUMBERS + 1]), f"at most {MAX_NUMBERS} numbers in a row"),
+        (sparse_message([], [0], [], [0]), "two sizes are wanted"),
+        (tensor_message([]) + number_field(4, 2**64), "w0 has 2 sizes"),
+        (tensor_message([[[1.0]]]), "w0 has 3 sizes"),
+        (tensor_message(np.zeros(MAX_NUMBERS + 1)), f"at most {MAX_NUMBERS} numbers in a row"),
+    ],
+)
+def test_a_tensor_that_is_none_says_why(tensor: bytes, told: str) -> None:
+    with pytest.raises(WireError, match=told):
+        read_forward_backward(body_of(tensor))
+
+
+def test_a_small_body_takes_little_memory() -> None:
+    row = body_of(sparse_message([1.0], [0, 1], [7], [1, MAX_NUMBERS]))
+    assert read_forward_backward(row).data[0].inputs["w0"].shape == (1, MAX_NUMBERS)
+    with pytest.raises(WireError, match="send them in several requests"):
+        read_forward_backward(row * (MAX_CELLS // MAX_NUMBERS + 1))
+    with pytest.raises(WireError, match=f"wanted at most {MAX_INPUTS}"):
+        read_forward_backward(body_of(tensor_message([1.0]), MAX_INPUTS + 1))
+
+
+def test_a_number_is_read_whatever_the_rest_is() -> None:
+    assert read_numbers(request_message("m", 7, [], "", {}, False) + number_field(3, 1)) == ("m", 7)
+    for seq in (0, 2**66):
+        with pytest.raises(WireError, match=f"seq_id={seq}: wanted a number from 1"):
+            read_numbers(request_message("m", seq, [], "", {}, False))
+    with pytest.raises(WireError, match="utf-8"):
+        read_numbers(bytes_field(1, b"\xff") + number_field(2, 1))
 
 
 @pytest.mark.parametrize(

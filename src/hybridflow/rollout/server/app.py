@@ -44,6 +44,9 @@ GONE = 499
 """Status in the metrics of an answer whose client has gone away."""
 OPEN_PATHS = ("/health",)
 """Paths that need no token: they only show supervisors that the server is alive."""
+TOKEN_HEADERS = (
+    "'Authorization: Bearer TOKEN' (api_key of OpenAI's clients) or 'x-api-key: TOKEN' (of Anthropic's)"
+)
 HEADERS = {401: {"WWW-Authenticate": "Bearer"}, 413: {"Connection": "close"}}
 """Headers of what the gate refuses, by status."""
 
@@ -313,8 +316,13 @@ class Gate:
         max_body_bytes: int,
         metrics: ServerCounts,
         paths: Iterable[str],
+        credential: str = TOKEN_HEADERS,
+        size_option: str = " (--max-body-mb)",
     ) -> None:
+        """`credential` and `size_option` are what messages say of sending the token and of larger bodies."""
         self.app = app
+        self._credential = credential
+        self._size_option = size_option
         self.metrics = metrics
         self.max_body_bytes = max_body_bytes
         self._token = None if token is None else token.encode()
@@ -372,8 +380,7 @@ class Gate:
                     what = "there is no token"
                 raise ApiError(
                     401,
-                    f"{what}: send the header 'Authorization: Bearer TOKEN' (api_key of OpenAI's clients) or "
-                    "'x-api-key: TOKEN' (of Anthropic's)",
+                    f"{what}: send the header {self._credential}",
                     code="invalid_api_key",
                 )
         length = headers.get(b"content-length", b"0")
@@ -382,5 +389,7 @@ class Gate:
 
     def _too_large(self) -> ApiError:
         return ApiError(
-            413, f"the body has more than {self.max_body_bytes} bytes (--max-body-mb)", code="body_too_large"
+            413,
+            f"the body has more than {self.max_body_bytes} bytes{self._size_option}",
+            code="body_too_large",
         )

@@ -128,7 +128,7 @@ def _engine(settings: ServeSettings, device: str, ends: list[int], tokenizer: To
 
 
 def served_device(text: str) -> torch.device:
-    """Return the device that `serve --device` names: a device of the table of accelerators, or `npu:1`.
+    """Return the device that `--device` names: a device of the table of accelerators, or `npu:1`.
 
     Raises ConfigError for an unknown name, and for a device that is not here.
     """
@@ -138,7 +138,10 @@ def served_device(text: str) -> torch.device:
         if not number.isdecimal():
             raise ConfigError(f"--device {text}: give a device and perhaps its number, for example {GPU}:1")
         index = int(number)
-    device = resolve_device(name)
+    try:
+        device = resolve_device(name)
+    except ConfigError as error:
+        raise ConfigError(str(error).replace("trainer.device", "--device")) from error
     if device.type == "cpu":
         return device
     count = num_devices(device.type)

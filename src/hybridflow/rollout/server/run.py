@@ -65,10 +65,19 @@ def choose_token(
     return given, False
 
 
+def check_counts(**options: int | None) -> None:
+    """Raise ConfigError for an option of a command that counts something and is below 1."""
+    for name, value in options.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: wanted at least 1")
+
+
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that takes connections, which are answered once the server runs; ConfigError where the
     address is taken or not this machine's.
     """
+    if not 0 <= port <= 65535:  # the system takes some of them for another port
+        raise ConfigError(f"--port {port}: wanted 1 to 65535, or 0 for any free one")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         bound = socket.socket(family, kind, protocol)

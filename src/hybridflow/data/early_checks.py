@@ -44,6 +44,7 @@ from hybridflow.data.remote import local_file
 from hybridflow.data.row_schema import (
     answers_of_pair,
     complete_row,
+    plain_text,
     require_comparisons,
     require_conversations,
     require_prompts,
@@ -242,6 +243,9 @@ def _check_conversation(row: Row, columns: list[str], data: SFTDataConfig) -> No
         return
     if isinstance(data, PreferenceDataConfig) and data.chosen_key in columns:
         answers_of_pair(row, data)
+        return
+    if data.text_key is not None:
+        plain_text(row, data.text_key)
         return
     column = messages_column(columns, data.messages_key, data.prompt_key, data.response_key)
     if column is not None:

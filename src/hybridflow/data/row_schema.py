@@ -105,6 +105,16 @@ def require_conversations(rows: Rows, config: SFTDataConfig) -> str | None:
     return column
 
 
+def plain_text(row: Row, key: str) -> str:
+    """Return the plain text of a row; TypeError where it is no text, ValueError where it is empty."""
+    text = row[key]
+    if not isinstance(text, str):
+        raise TypeError(f"the text is {type(text).__name__}, wanted a string")
+    if not text:
+        raise ValueError("the text is empty")
+    return text
+
+
 def require_comparisons(rows: Rows, config: PreferenceDataConfig, *, single: bool) -> str | None:
     """Return the column with messages, or None where prompts and answers are texts in separate columns.
 

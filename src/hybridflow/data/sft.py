@@ -26,7 +26,7 @@ from hybridflow.data.messages import Message, check_messages, check_tools, promp
 from hybridflow.data.pictures import MediaError
 from hybridflow.data.prompts import truncate
 from hybridflow.data.row_report import RowReport
-from hybridflow.data.row_schema import require_conversations
+from hybridflow.data.row_schema import plain_text, require_conversations
 from hybridflow.data.tokenizer import Tokenizer, check_template, encode_prompt, encode_rendered, render_marked
 from hybridflow.errors import DataError
 from hybridflow.protocol.prompt import Medium
@@ -186,7 +186,7 @@ class ConversationEncoder:
         if self.messages_column is not None:
             return self.conversation(check_messages(row[self.messages_column], media=self._reads), row)
         if config.text_key is not None:
-            return encode_text(self.tokenizer, row[config.text_key])
+            return encode_text(self.tokenizer, plain_text(row, config.text_key))
         response = row[config.response_key]
         if not isinstance(response, str):
             raise TypeError(f"{config.response_key} is {type(response).__name__}, wanted a string")
@@ -278,16 +278,12 @@ def encode_pair(tokenizer: Tokenizer, prompt: str, response: str) -> tuple[list[
     return prompt_ids + ids, [0] * len(prompt_ids) + [1] * len(ids)
 
 
-def encode_text(tokenizer: Tokenizer, text: object) -> tuple[list[int], list[int]]:
+def encode_text(tokenizer: Tokenizer, text: str) -> tuple[list[int], list[int]]:
     """Return the token ids of a plain text, with the tokenizer's first token where it has one and closed by
     the end token exactly once, and a mask that learns all of them but the first token.
 
-    Raises TypeError where it is no text, ValueError for an empty one or a tokenizer without an end token.
+    Raises ValueError for a tokenizer without an end token.
     """
-    if not isinstance(text, str):
-        raise TypeError(f"the text is {type(text).__name__}, wanted a string")
-    if not text:
-        raise ValueError("the text is empty")
     ids, mask = encode_pair(tokenizer, "", text)
     first = tokenizer.bos_token_id
     started = encode_prompt(tokenizer, text)[:1] == [first]

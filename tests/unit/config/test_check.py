@@ -8,6 +8,7 @@ from possible_run import problem, write_model_folder
 
 from hybridflow.config import PPOConfig, SFTConfig
 from hybridflow.config.load import prepare_config
+from hybridflow.config.preference import DPOConfig, RewardModelConfig
 
 
 def test_the_quickstart_of_verls_documentation_loads(tmp_path: Path, base: list[str]) -> None:
@@ -146,3 +147,15 @@ def test_several_processes_need_ray_and_one_does_not(base: list[str]) -> None:
 def test_the_tokenizer_of_a_supervised_run_is_the_models(tmp_path: Path) -> None:
     keys = ["data.task.name=arithmetic_chain", "model.path=org/name", f"trainer.default_local_dir={tmp_path}"]
     assert prepare_config(SFTConfig, keys).config.data.tokenizer == "org/name"
+
+
+def test_plain_texts_have_no_answers_to_compare(tmp_path: Path) -> None:
+    base = [
+        f"model.path={write_model_folder(tmp_path / 'model')}",
+        f"trainer.default_local_dir={tmp_path}/run",
+    ]
+    (tmp_path / "a.jsonl").write_text('{"text": "a"}')
+    words = [*base, f"data.train_files={tmp_path}/a.jsonl", "data.text_key=text"]
+    for root in (DPOConfig, RewardModelConfig):
+        assert "data.text_key=text: a plain text has no answer to compare" in problem(words, root=root)
+    assert prepare_config(SFTConfig, words).config.data.text_key == "text"

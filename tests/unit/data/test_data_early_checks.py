@@ -6,6 +6,7 @@ import json
 import resource
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +193,11 @@ def test_supervised_data(tmp_path: Path, row: dict[str, Any], said: str) -> None
     good = {"conversations": [{"from": "human", "value": "x"}, {"from": "gpt", "value": "y"}]}
     check_data(config(write(tmp_path / "b.parquet", [good] * 3)))
     check_data(config(write(tmp_path / "c.jsonl", [SFT_ROW] * 3)))
+    plain = config(write(tmp_path / "d.jsonl", [{"text": "x"}, {"text": ""}, {"text": 3}]))
+    check_data(replace(plain, data=replace(plain.data, text_key="text")))
+    empty = config(write(tmp_path / "e.jsonl", [{"text": ""}] * 3))
+    with pytest.raises(DataError, match="row 0: the text is empty"):
+        check_data(replace(empty, data=replace(empty.data, text_key="text")))
 
 
 PAIR = {"prompt": "a", "chosen": "b", "rejected": "c"}

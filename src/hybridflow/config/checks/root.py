@@ -18,6 +18,7 @@ from hybridflow.config.checks import algorithm, cluster, model, paths, rollout
 from hybridflow.config.checks.notes import ppo_notes
 from hybridflow.config.checks.paths import plugin_problem
 from hybridflow.config.convert import WrongKeyRead, raise_all
+from hybridflow.config.data import SFTDataConfig
 from hybridflow.config.layout import ROLE_KEYS
 from hybridflow.config.megatron import megatron_problems
 from hybridflow.config.needs import (
@@ -228,6 +229,8 @@ def columns(config: SFTConfig) -> Iterator[str]:
             f"data.messages_key, data.prompt_key and data.response_key are all {data.messages_key}: they "
             "name different columns"
         )
+    if data.text_key is not None and type(data) is not SFTDataConfig:
+        yield f"data.text_key={data.text_key}: a plain text has no answer to compare or score: leave it out"
 
 
 SHARED_FILES: tuple[Rule, ...] = (

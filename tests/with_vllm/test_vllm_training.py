@@ -105,9 +105,15 @@ TOGETHER = (
 
 @pytest.mark.timeout(600)
 def test_two_ranks_have_one_vllm_of_two_workers(model: Path, tmp_path: Path) -> None:
-    """Each worker compares the digests of what is pushed to it."""
+    """Each worker compares the digests of what is pushed to it, and none outlives the run."""
     pytest.importorskip("ray")
+    began = time.time()
     check(train(model, tmp_path / "run", *TOGETHER))
+    started = [
+        each for each in psutil.process_iter(["name", "create_time"]) if each.info["create_time"] > began
+    ]
+    left = [each for each in started if str(each.info["name"]).startswith("VLLM::")]
+    assert not psutil.wait_procs(left, timeout=60)[1]
 
 
 @pytest.mark.timeout(1200)

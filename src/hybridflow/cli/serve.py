@@ -112,29 +112,38 @@ def _add_limits(serve: argparse.ArgumentParser) -> None:
     )
 
 
-def run(options: argparse.Namespace) -> int:
-    """Run the cheap checks, load the model, and serve until a signal comes."""
+def check_server(command: str, **counts: int | None) -> None:
+    """Raise ConfigError where a library of servers is missing, and for an option that counts something and is
+    below 1.
+    """
     from hybridflow.errors import ConfigError, install_extra
 
     missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
-            f"hybridflow serve needs {' and '.join(missing)}, which is not installed: "
+            f"hybridflow {command} needs {' and '.join(missing)}, which is not installed: "
             f"{install_extra('serve')}"
         )
+    for name, value in counts.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"--{name.replace('_', '-')} {value}: wanted at least 1")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Run the cheap checks, load the model, and serve until a signal comes."""
+    check_server(
+        "serve",
+        max_model_len=options.max_model_len,
+        max_num_seqs=options.max_num_seqs,
+        max_num_batched_tokens=options.max_num_batched_tokens,
+    )
     from hybridflow.observability.logging_setup import setup_logging
     from hybridflow.observability.progress import progress
 
     setup_logging()
     with progress.shown(), progress.importing():
-        from hybridflow.rollout.server.run import check_counts, choose_token, listen
+        from hybridflow.rollout.server.run import choose_token, listen
 
-    check_counts(
-        max_model_len=options.max_model_len,
-        max_num_seqs=options.max_num_seqs,
-        max_num_batched_tokens=options.max_num_batched_tokens,
-        max_queue=options.max_queue,
-    )
     given = options.api_key
     if given is None:
         given = os.environ.get(TOKEN_VARIABLE)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import os
 from pathlib import Path
 from typing import Any
+
+from hybridflow.cli.serve import check_server
 
 KEY_VARIABLE = "HYBRIDFLOW_TINKER_KEY"
 KEY_PREFIX = "tml-"
@@ -51,28 +52,21 @@ def add_tinker(words: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Run the cheap checks, load the model, and serve until a signal comes."""
-    from hybridflow.errors import ConfigError, install_extra
-
-    missing = [name for name in ("fastapi", "uvicorn") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            f"hybridflow tinker needs {' and '.join(missing)}, which is not installed: "
-            f"{install_extra('serve')}"
-        )
+    check_server(
+        "tinker",
+        max_runs=options.max_runs,
+        max_num_seqs=options.max_num_seqs,
+        max_tokens_per_pass=options.max_tokens_per_pass,
+    )
     given = _given_key(options.api_key_file)
     from hybridflow.observability.logging_setup import setup_logging
     from hybridflow.observability.progress import progress
 
     setup_logging()
     with progress.shown(), progress.importing():
-        from hybridflow.rollout.server.run import check_counts, choose_token, listen
+        from hybridflow.rollout.server.run import choose_token, listen
         from hybridflow.tinker.run import TinkerSettings, build, serve
 
-    check_counts(
-        max_runs=options.max_runs,
-        max_num_seqs=options.max_num_seqs,
-        max_tokens_per_pass=options.max_tokens_per_pass,
-    )
     key, is_new = choose_token(options.host, given, variable=KEY_VARIABLE)
     bound = listen(options.host, options.port)
     folder = Path(options.model).expanduser()

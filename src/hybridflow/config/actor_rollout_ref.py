@@ -152,7 +152,7 @@ class RolloutServerConfig:
     )
     address: str | list[str] | None = key(
         None,
-        "Servers that run already, http://HOST:PORT, one for each process that generates; null: the run "
+        "Servers that run already, http://HOST:PORT, one for each replica that generates; null: the run "
         "starts them.",
         schemes=("http",),
     )

@@ -26,7 +26,7 @@ from yaml import YAMLError
 
 from hybridflow.config.own_code import call_fault, defined_as
 from hybridflow.config.source_code import Definition, define, definition_of, shown
-from hybridflow.data.verl_names import find_verl_here
+from hybridflow.data.verl_names import find_verl_here, home_of
 from hybridflow.errors import ConfigError, HybridFlowError
 
 logger = logging.getLogger(__name__)
@@ -130,14 +130,18 @@ def load_module(location: str, *, key: str) -> ModuleType:
 
 
 def load_class(name: str, *, key: str, methods: Mapping[str, Sequence[str]] = MappingProxyType({})) -> Any:
-    """Return the class named as "package.module.Class", verl's form, or as `load_object` has it.
+    """Return the class named as "package.module.Class", verl's form, or as `load_object` has it. A class of
+    verl stands for ours.
 
     `methods` show how its methods are written, each with the arguments that it is called with. Raises
     ConfigError for a method of another form, before anything is imported where the source shows it.
     """
-    if name.startswith("verl."):
-        raise ConfigError(f"{key}: {name}: {_instead_of_verls(name)}")
     location, _, last = name.rpartition(":" if ":" in name else ".")
+    if location.startswith("verl."):  # also where verl is installed, whose classes are not run here
+        home = home_of(location)
+        if home is None:
+            raise ConfigError(f"{key}: {name}: nothing here takes its place: name a class of your own")
+        location = home
     spec = f"{location}:{last}"
     _check_methods(define(spec), spec, methods, key)
     found = load_object(spec, key=key)
@@ -155,18 +159,6 @@ def _check_methods(found: Definition, spec: str, methods: Mapping[str, Sequence[
             raise ConfigError(f"{key}: {name} has no method {wanted}")
         if fault := call_fault(known.signature, arguments):
             raise ConfigError(defined_as(key, f"{name}.{method}", known.signature, fault, f"def {wanted}"))
-
-
-def _instead_of_verls(name: str) -> str:
-    """Return what to do about the name of a class of verl."""
-    ours = f"hybridflow.{name.removeprefix('verl.')}"
-    try:
-        found = importlib.util.find_spec(ours.rpartition(".")[0]) is not None
-    except ModuleNotFoundError:
-        found = False
-    if found:
-        return f"put hybridflow in the place of verl: {ours}"
-    return f"there is no {ours} to take its place: name a class of your own"
 
 
 def load_entries(path: str, under: str | None, wanted: str, *, key: str) -> list[dict[str, Any]]:

@@ -5,6 +5,7 @@ import torch
 
 from hybridflow.controller import Dispatch, LocalBackend, RankInfo, Worker, WorkerGroup, register
 from hybridflow.controller.local import TensorVersions, isolate
+from hybridflow.errors import RolloutError
 from hybridflow.protocol import DataProto
 
 
@@ -36,6 +37,25 @@ def test_roles_are_built_when_first_needed_and_may_share() -> None:
     assert built == ["rollout", "actor"]
     assert isinstance(shared, Holder) and shared.weights is backend.worker("actor").weights  # type: ignore[attr-defined]
     assert (shared.role, shared.rank, shared.world_size) == ("rollout", 0, 1)
+
+
+def test_every_worker_is_closed_at_the_end_also_where_one_cannot_be() -> None:
+    closed: list[str] = []
+
+    class Closing(Worker):
+        def close(self) -> None:
+            closed.append(self.role)
+            if self.role == "rollout":
+                raise RolloutError("it does not end")
+
+    backend = LocalBackend(lambda host: dict.fromkeys(("actor", "rollout"), lambda info: Closing()))
+    for role in ("actor", "rollout"):
+        backend.worker(role)
+    with pytest.raises(RolloutError, match="it does not end"):
+        backend.shutdown()
+    assert sorted(closed) == ["actor", "rollout"]
+    backend.shutdown()
+    assert len(closed) == 2, "they were dropped"
 
 
 def test_building_reports_cycles_unknown_roles_and_the_role_that_failed() -> None:

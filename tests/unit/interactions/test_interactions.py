@@ -152,8 +152,8 @@ def test_without_a_name_the_class_gives_it(tmp_path: Path) -> None:
         ("tools: []", "has no list `interaction`"),
         ("interaction: {", "cannot be read"),
         (
-            "interaction: [{class_name: verl.interactions.base.BaseInteraction}]",
-            "hybridflow in the place of verl",
+            "interaction: [{class_name: verl.interactions.gone.GoneInteraction}]",
+            "nothing here takes its place",
         ),
         ("interaction: [{class_name: hybridflow.nowhere.Base}]", "no module named 'hybridflow.nowhere'"),
         (

@@ -84,8 +84,7 @@ class EngineRunner(Protocol):
 class Follower(EngineRunner):
     """The engine of a replica as its other ranks have it: the first one started it and sends it requests.
 
-    They take part where ranks read sharded weights together, and keep nothing of what they read. It has what
-    the runners of all engines have.
+    They take part where ranks read sharded weights together, and keep nothing of what they read.
     """
 
     name = "the engine of another rank"

@@ -65,13 +65,6 @@ def choose_token(
     return given, False
 
 
-def check_counts(**options: int | None) -> None:
-    """Raise ConfigError for an option of a command that counts something and is below 1."""
-    for name, value in options.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"--{name.replace('_', '-')} {value}: wanted at least 1")
-
-
 def listen(host: str, port: int) -> socket.socket:
     """Return a socket that takes connections, which are answered once the server runs; ConfigError where the
     address is taken or not this machine's.

@@ -414,7 +414,7 @@ their own, so they need not add up to the step. Memory: the peak of what is resi
 was resident after the imports.
 {kit.NOISE}
 
-`ours` has two keys that are off by default: `actor.use_prefix_grouper` (a prompt is computed once for its
+`ours` is in fast mode, with two keys: `actor.use_prefix_grouper` (a prompt is computed once for its
 responses) and `rollout.reuse_log_probs_within=1e-3`. `ours-exact` is exact mode, with neither. `trl` has all
 rows in one forward pass, `trl-16` 16 at a time; both without bfloat16 and gradient checkpointing, its
 defaults, which are slower on a CPU.

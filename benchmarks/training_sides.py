@@ -91,7 +91,9 @@ class Ours:
             engine,
             config.actor,
             temperature=1.0,
-            log_prob_limits=BatchLimits(config.actor.ppo_max_token_len_per_gpu),
+            log_prob_limits=BatchLimits(
+                config.actor.ppo_max_token_len_per_gpu, share_prompts=bool(config.actor.use_prefix_grouper)
+            ),
         )
         columns = padded(work.prompts, work.responses, kit.PAD)
         self.batch = DataProto.from_dict(columns | {"loss_mask": columns["response_mask"]})

@@ -254,13 +254,14 @@ class ActorConfig(ShardedLearnerConfig):
         minimum=1,
     )
     ppo_epochs: int = key(1, "Passes over the responses of each step.", minimum=1)
-    use_prefix_grouper: bool = key(
-        False,
-        "Compute a prompt once for all of its responses in a pass: fewer tokens are computed, and exact "
-        "mode is off.",
+    use_prefix_grouper: bool | None = key(
+        None,
+        "Compute a prompt once for all of its responses in a pass: fewer tokens are computed. null: where "
+        "exact mode is off; true: exact mode is off.",
         excludes(
             ".ulysses_sequence_parallel_size>1 or actor_rollout_ref.ref.ulysses_sequence_parallel_size>1",
             "ranks that share rows hold each prompt as often as it has responses",
+            at="=true",
         ),
     )
     shuffle: bool = key(
@@ -571,7 +572,7 @@ class RolloutConfig(LogProbLimits, SamplingKeys):
         "auto",
         "Exact mode (CPU, float32): generation and training give the same log-probs to the bit, so the pass "
         "for the old ones is left out. auto: where it holds and saves time.",
-        excludes(f"{ACTOR}.use_prefix_grouper", "log-probs would not be equal to the bit", at="=true"),
+        excludes(f"{ACTOR}.use_prefix_grouper=true", "log-probs would not be equal to the bit", at="=true"),
         excludes("algorithm.rollout_correction.bypass_mode", "log-probs would not be compared", at="=true"),
         excludes(".skip.enable", "dumped log-probs are those of other weights than the actor's", at="=true"),
     )

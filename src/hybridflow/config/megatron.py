@@ -57,7 +57,7 @@ def _of_ppo(config: PPOConfig) -> Iterator[str]:
     yield from _of_model(key, "actor_rollout_ref.model", roles.model)
     yield from _of_optimizer(key, f"{ACTOR}.optim", actor.optim)
     refused = {
-        f"{ACTOR}.use_prefix_grouper=true": actor.use_prefix_grouper,
+        f"{ACTOR}.use_prefix_grouper=true": bool(actor.use_prefix_grouper),
         f"{ACTOR}.router_replay.mode={actor.router_replay.mode}": actor.router_replay.mode != "disabled",
         f"{ACTOR}.router_aux_loss_coef={actor.router_aux_loss_coef}": bool(actor.router_aux_loss_coef),
         f"{ACTOR}.kl_loss_type=full": wants_full_kl(actor),

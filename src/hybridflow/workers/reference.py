@@ -19,7 +19,7 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import TOP_OUTCOMES, PackedBatch
 from hybridflow.workers.actor import POLICY_COLUMNS
-from hybridflow.workers.state import StatefulGroup, StatefulWorker
+from hybridflow.workers.state import StatefulGroup, StatefulWorker, sharing_prompts
 
 TEACHER_COLUMN = "teacher_log_probs"
 
@@ -95,6 +95,11 @@ class ReferenceWorker(StatefulWorker):
             parts.append(self._columns(engine.forward(rows, self.spec, self.limits)))
             order += places
         return DataProto.concat(parts).select_idxs(sorted(range(len(order)), key=order.__getitem__))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def share_prompts(self) -> None:
+        """Compute a prompt once for its responses from now on, as the actor does."""
+        self.limits = sharing_prompts(self.engine, self.limits)
 
     def _columns(self, outputs: Outputs) -> DataProto:
         columns = {self.column: outputs["log_probs"]}

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 from tiny_trainer import ppo_config
 
-from hybridflow.config.actor_rollout_ref import ActorConfig
+from hybridflow.config import PPOConfig
+from hybridflow.config.load import load_config
 from hybridflow.controller import Placement
-from hybridflow.trainer.roles.parallel_layout import dealt_by, meshes
+from hybridflow.trainer.roles.parallel_layout import dealt_by, may_share_prompts, meshes
 
+ACTOR = "actor_rollout_ref.actor"
 LORA = (
     "actor_rollout_ref.model.lora_rank=2",
     "actor_rollout_ref.actor.ulysses_sequence_parallel_size=4",
@@ -41,14 +43,35 @@ def test_the_reference_of_a_lora_run(
     assert (mesh.world_size, mesh.num_parts) == (world, parts)
 
 
+def sharing(*keys: str) -> PPOConfig:
+    """A config whose mini-batches have nine prompts of two responses; see `may_share_prompts`."""
+    nine = ("data.train_batch_size=9", f"{ACTOR}.ppo_mini_batch_size=9", "actor_rollout_ref.rollout.n=2")
+    return load_config(PPOConfig, [*nine, *keys]).config
+
+
 def test_rows_of_a_prompt_go_to_one_rank_where_they_share_it_and_ranks_stay_even(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO):
-        assert [dealt_by(ActorConfig(ppo_mini_batch_size=9), parts) for parts in (1, 8)] == [
-            [],
-            [],
-        ] and not caplog.messages
-        shared = ActorConfig(ppo_mini_batch_size=9, use_prefix_grouper=True)
-        assert [dealt_by(shared, parts) for parts in (1, 2, 3)] == [["group_ids"]] * 3 and not caplog.messages
-        assert dealt_by(shared, 8) == [] and "ppo_mini_batch_size to a multiple of 8" in caplog.text
+        apart = sharing(f"{ACTOR}.use_prefix_grouper=false")
+        assert [dealt_by(apart, parts) for parts in (1, 8)] == [[], []] and not caplog.messages
+        for shared in (sharing(), sharing(f"{ACTOR}.use_prefix_grouper=true")):
+            assert [dealt_by(shared, parts) for parts in (1, 2, 3)] == [["group_ids"]] * 3
+            assert not caplog.messages
+            assert dealt_by(shared, 8) == [] and "ppo_mini_batch_size to a multiple of 8" in caplog.text
+            caplog.clear()
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        ("actor_rollout_ref.rollout.n=1",),
+        (f"{ACTOR}.ulysses_sequence_parallel_size=2",),
+        ("actor_rollout_ref.ref.ulysses_sequence_parallel_size=2",),
+        ("actor_rollout_ref.rollout.exact=true",),
+        (f"{ACTOR}.strategy=megatron",),
+        (f"{ACTOR}.use_prefix_grouper=false",),
+    ],
+)
+def test_no_run_shares_prompts_by_itself_where_it_cannot_or_gains_nothing(keys: tuple[str, ...]) -> None:
+    assert may_share_prompts(sharing()) and not may_share_prompts(sharing(*keys))

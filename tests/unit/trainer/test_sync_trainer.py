@@ -78,8 +78,11 @@ def test_micro_batches_and_validation_batches_change_no_metric_beyond_rounding(
     assert split == pytest.approx(whole, rel=1e-3, abs=1e-4)
 
 
+@pytest.mark.parametrize(
+    "key", [(), ("actor_rollout_ref.actor.use_prefix_grouper=true",)], ids=["auto", "true"]
+)
 def test_prompts_that_are_computed_once_change_no_metric_beyond_rounding(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    key: tuple[str, ...], model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     saved: list[int] = []
     dealt: list[bool] = []
@@ -96,15 +99,25 @@ def test_prompts_that_are_computed_once_change_no_metric_beyond_rounding(
     monkeypatch.setattr("hybridflow.engines.micro_batches.share_prompts", counted)
     monkeypatch.setattr("hybridflow.engines.micro_batches.together", grouped)
     common = [*GRPO, FAST, "trainer.total_training_steps=1"]
-    apart = train(model, tmp_path / "a" / "run", common)[1]
+    false = "actor_rollout_ref.actor.use_prefix_grouper=false"
+    apart = train(model, tmp_path / "a" / "run", [*common, false])[1]
     assert saved == []
-    once = train(model, tmp_path / "b" / "run", [*common, "actor_rollout_ref.actor.use_prefix_grouper=true"])[
-        1
-    ]
+    once = train(model, tmp_path / "b" / "run", [*common, *key])[1]
     assert once == pytest.approx(apart, rel=1e-3, abs=1e-4)
     old, reference, *updates = saved  # of four prompts with two rows each
     assert dealt == [True] * 4, "several ranks would get whole groups"
     assert len(updates) == 2 and old == reference == sum(updates) == 4 * once["prompt_length/mean"]
+
+
+def test_exact_mode_keeps_the_prompts_of_rows_apart(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def shared(packed: PackedBatch) -> PackedBatch:
+        raise AssertionError("a prompt is computed once")
+
+    monkeypatch.setattr("hybridflow.engines.micro_batches.share_prompts", shared)
+    line = train(model, tmp_path / "run", [*GRPO, "trainer.total_training_steps=1"])[1]
+    assert line["training/old_log_probs_from_rollout"] == 1.0, "exact mode holds"
 
 
 def test_the_rollout_shares_the_trainers_weights(model: Path, tmp_path: Path) -> None:

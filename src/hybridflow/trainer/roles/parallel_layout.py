@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from hybridflow.config import PPOConfig
-from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.layout import engine_keys
 from hybridflow.config.needs import has_own_reference
 from hybridflow.controller import MeshInfo, Placement
@@ -39,13 +38,30 @@ def rollout_axes(config: PPOConfig, world_size: int) -> tuple[tuple[str, int], .
     return ("dp", world_size // tensor), ("tp", tensor)
 
 
-def dealt_by(actor: ActorConfig, parts: int) -> list[str]:
+def may_share_prompts(config: PPOConfig) -> bool:
+    """Return whether rows of a prompt may share it, by `actor.use_prefix_grouper` or where it decides itself:
+    exact mode, which is settled later, has the last word.
+    """
+    roles = config.actor_rollout_ref
+    if roles.actor.use_prefix_grouper is not None:
+        return roles.actor.use_prefix_grouper
+    sequence = max(roles.actor.ulysses_sequence_parallel_size, roles.ref.ulysses_sequence_parallel_size or 1)
+    return (
+        roles.rollout.n > 1
+        and sequence == 1
+        and roles.actor.strategy != "megatron"
+        and roles.rollout.exact is not True
+    )
+
+
+def dealt_by(config: PPOConfig, parts: int) -> list[str]:
     """Return the columns by which rows are sharded over `parts` ranks.
 
     With shared prompts rows are sharded by group, since only rows of one rank can share a prompt.
     """
-    if not actor.use_prefix_grouper:
+    if not may_share_prompts(config):
         return []
+    actor = config.actor_rollout_ref.actor
     if even_in_groups(actor.ppo_mini_batch_size, parts):
         return ["group_ids"]
     logger.info(

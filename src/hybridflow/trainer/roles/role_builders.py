@@ -83,7 +83,7 @@ class RoleBuilders:
         engine = self._engine("policy", "actor", config.optim, updates, config.grad_clip)
         cap = rollout.log_prob_max_token_len_per_gpu or config.ppo_max_token_len_per_gpu
         limits = BatchLimits(
-            cap, rollout.log_prob_micro_batch_size_per_gpu, share_prompts=config.use_prefix_grouper
+            cap, rollout.log_prob_micro_batch_size_per_gpu, share_prompts=config.use_prefix_grouper is True
         )
         return ActorWorker(
             engine,
@@ -102,7 +102,7 @@ class RoleBuilders:
             config.log_prob_max_token_len_per_gpu
             or self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
         )
-        sharing = self.config.actor_rollout_ref.actor.use_prefix_grouper
+        sharing = self.config.actor_rollout_ref.actor.use_prefix_grouper is True
         limits = BatchLimits(cap, config.log_prob_micro_batch_size_per_gpu, share_prompts=sharing)
         own = has_own_reference(self.config)
         adapters = LoraSettings.from_config(self.config.actor_rollout_ref.model) is not None

@@ -183,9 +183,9 @@ more; seconds (fastest–slowest), all sides in turn. The 4.3 M model has random
 SmolLM2-135M-Instruct, with fewer rows, rounds and sides, because its tokens cost thirty times as much.
 {left_out}
 The log-probs of all sides are within {apart:.0e}. `ours` computes a prompt once for its responses
-(`actor.use_prefix_grouper`, as a run does where exact mode is off), `ours-apart` does not. `trl-N` has N rows in a forward pass,
-padded to the longest of the batch; `plain` has {TINY.at_a_time} (the 135 M model: {REAL.at_a_time}),
-padded to the longest of these.
+(`actor.use_prefix_grouper`, as a run does where exact mode is off), `ours-apart` does not. `trl-N` has N rows
+in a forward pass, padded to the longest of the batch; `plain` has {TINY.at_a_time} (the 135 M model:
+{REAL.at_a_time}), padded to the longest of these.
 
 {kit.table(HEAD, [line for case in cases for line in lines_of(case)])}
 

@@ -45,28 +45,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _check(options: argparse.Namespace) -> None:
     """Refuse options that are not supported, and log those without effect."""
-    if options.backend == "megatron":
-        raise ConfigError(
-            "--backend megatron is not supported: checkpoints of this version have one form, whichever "
-            "engine wrote them: use --backend fsdp"
-        )
     if options.private and not options.hf_upload_path:
         raise ConfigError(
             "--private says how to upload: give --hf_upload_path OWNER/NAME too, or leave it out"
         )
     if options.hf_upload_path and options.operation == "test":
         raise ConfigError("--hf_upload_path: `test` compares only; give it to `merge`")
-    if options.is_value_model:
-        raise ConfigError(
-            "--is-value-model: value models are not merged, since their head is no language model's. A "
-            "critic resumes from its checkpoint; merge the actor"
-        )
     for given, what in (
         (
             options.tie_word_embedding,
             "--tie-word-embedding: the model's configuration says whether its embeddings are tied",
         ),
         (options.use_cpu_initialization, "--use_cpu_initialization: merging always happens on the CPU"),
+        (options.is_value_model, "--is-value-model: the checkpoint says itself whether it is a critic's"),
     ):
         if given:
             logger.info("without effect: %s", what)
@@ -94,9 +85,12 @@ def _parser() -> argparse.ArgumentParser:
     testing.add_argument("--test_hf_dir", required=True, help="folder to compare")
     for each in (merging, testing):
         each.add_argument(
-            "--backend", choices=["fsdp", "megatron"], required=True, help="engine that wrote the checkpoint"
+            "--backend",
+            choices=["fsdp", "megatron"],
+            required=True,
+            help="engine that wrote the checkpoint; it has one form, whichever did",
         )
-        each.add_argument("--local_dir", required=True, help="global_step_N, or its actor folder")
+        each.add_argument("--local_dir", required=True, help="global_step_N, or its folder actor or critic")
         each.add_argument(
             "--base_model",
             help="folder or hub name of the adapters' base model, if it is not where the run had it",
@@ -117,7 +111,9 @@ def _parser() -> argparse.ArgumentParser:
             help=("without effect: merging always happens on the CPU"),
         )
         each.add_argument(
-            "--is-value-model", action="store_true", help="refused: value models are not merged"
+            "--is-value-model",
+            action="store_true",
+            help="without effect: the checkpoint says whether it is a critic's",
         )
         each.add_argument(
             "--hf_upload_path", help="merge: then upload the folder to this repository of the hub (HF_TOKEN)"

@@ -182,7 +182,7 @@ def _add_looking(words: Any) -> None:
 
 def _add_merge(words: Any) -> None:
     merge = words.add_parser("merge", help="turn a checkpoint into a Hugging Face folder")
-    merge.add_argument("checkpoint", help="global_step_N, or its actor folder")
+    merge.add_argument("checkpoint", help="global_step_N, or its folder actor or critic")
     merge.add_argument("target", help="folder to write; must be new or empty")
     merge.add_argument(
         "--lora", choices=["fold", "keep"], help="adapters: fold them into their base, or keep them beside it"

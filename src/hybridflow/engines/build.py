@@ -27,7 +27,7 @@ from hybridflow.errors import HybridFlowError, ModelError
 from hybridflow.models.adapters.lora import LoraSettings, add_lora, init_lora
 from hybridflow.models.blocks import compile_blocks, decoder_blocks
 from hybridflow.models.experts.layers import routers
-from hybridflow.models.files.build import Kind, build_policy, build_value, resolve_dtype
+from hybridflow.models.files.build import Kind, build_policy, resolve_dtype
 from hybridflow.models.files.build_score import build_score
 from hybridflow.models.files.probe_architecture import probe_architecture
 from hybridflow.models.files.sharded_load import MetaModel, load_weights, materialise, meta_model
@@ -35,8 +35,8 @@ from hybridflow.models.parallel.expert_parallel import apply_expert_parallel
 from hybridflow.models.parallel.stages import Stage
 from hybridflow.models.parallel.tensor_parallel import apply_tensor_parallel
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.score import HEAD_NAMES, ScoreModel
-from hybridflow.models.value import ValueModel
+from hybridflow.models.score import ScoreModel
+from hybridflow.models.value import HEAD_NAMES, ValueModel
 from hybridflow.models.vision import settle_tower
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 _BUILDERS: dict[Kind, Callable[..., PolicyModel | ValueModel]] = {
     "policy": build_policy,
-    "value": build_value,
+    "value": partial(build_score, "value"),
     "score": partial(build_score, "score"),
     "token_score": partial(build_score, "token_score"),
 }

@@ -1,6 +1,7 @@
-"""Conversion of a checkpoint's actor into a Hugging Face folder that any tool reads.
+"""Conversion of a checkpoint's actor or critic into a Hugging Face folder that any tool reads.
 
     all weights trained   shards ──a tensor at a time──► staged folder ──► model ──► TARGET
+    a critic              the same, as a token classifier with one label, which critic.model.path reads
     adapters, fold        base + adapters ──► W + s·B·A ──► TARGET
     adapters, keep        adapters ──► TARGET, an adapter folder of peft that names its base
 
@@ -26,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from hybridflow.config.explain import format_bytes
-from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.errors import CheckpointError, ConfigError, ModelError
 from hybridflow.merger.source import Source, folder_dtype
 from hybridflow.models.adapters.adapter_folder import CONFIG, PREFIX, WEIGHTS
 from hybridflow.models.adapters.lora import (
@@ -37,9 +38,11 @@ from hybridflow.models.adapters.lora import (
     load_with_peft,
 )
 from hybridflow.models.files.build import build_policy
-from hybridflow.models.files.export import give_usual_modes, save_hf
+from hybridflow.models.files.build_score import build_score
+from hybridflow.models.files.export import Exported, give_usual_modes, save_hf
 from hybridflow.models.files.probe import difference, probe_log_probs, probe_tolerance
 from hybridflow.models.policy import PolicyModel
+from hybridflow.models.score import ScoreModel
 
 logger = logging.getLogger(__name__)
 
@@ -57,20 +60,21 @@ def merge(
     dtype: Dtype = "source",
     trust_remote_code: bool = False,
 ) -> Path:
-    """Write the actor of a `global_step_N` folder (or of its `actor` folder) to `target_dir`.
+    """Write the actor of a `global_step_N` folder, or the role of a folder in it, to `target_dir`.
 
     Weights are written in `dtype`, by default that of the model that the run started from. Adapters are
     folded into their base, or with `lora` keep stay adapters; `base_model` is where the base is if not where
-    it was. Returns `target_dir`, which must not exist or be empty. CheckpointError where the checkpoint is
-    damaged, holds no policy, lacks its base or does not fit `dtype`, ModelError where its configuration
-    cannot be read, ConfigError where `target_dir` cannot be used.
+    it was, and for a critic the model that it began from if that was not the actor's. Returns `target_dir`,
+    which must not exist or be empty. CheckpointError where the checkpoint is damaged, lacks its base or does
+    not fit `dtype`, ModelError where its configuration cannot be read, ConfigError where `target_dir` cannot
+    be used.
     """
     target = Path(target_dir).expanduser()
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(
             f"target folder {target} exists and is not an empty folder: give the name of a new one"
         )
-    source = Source.open(Path(checkpoint_dir).expanduser())
+    source = Source.open(Path(checkpoint_dir).expanduser(), base_model)
     if lora is not None and not source.with_adapters:
         raise ConfigError(
             f"--lora {lora}: {source.folder} holds no adapters, all of its weights were trained. Leave "
@@ -126,13 +130,13 @@ def compare(
 
     Raises CheckpointError that says what differs.
     """
-    source = Source.open(Path(checkpoint_dir).expanduser())
+    source = Source.open(Path(checkpoint_dir).expanduser(), base_model)
     folder = Path(hf_dir).expanduser()
     if (folder / CONFIG).is_file() and source.with_adapters:
         return _check_adapter(source, folder)
     written = folder_dtype(folder) or source.dtype
     if not source.with_adapters:
-        policy = _load(folder, source.dtype, trust_remote_code)
+        policy = (_load_critic if source.is_value else _load)(folder, source.dtype, trust_remote_code)
         return _check_bits(policy, _fingerprints(_in_dtype(source.items(), source, written)), folder, written)
     policy = _with_adapters(source, source.base(base_model), trust_remote_code)
     wanted = probe_log_probs(policy)
@@ -144,17 +148,18 @@ def compare(
 def _merge_weights(source: Source, staged: Path, final: Path, written: str, trust_remote_code: bool) -> str:
     logger.info("joining %d tensors (%s) from their shards", len(source.tensors), source.dtype)
     source.stage_weights(staged)
-    policy = _load(staged, source.dtype, trust_remote_code)
+    load = _load_critic if source.is_value else _load
+    policy = load(staged, source.dtype, trust_remote_code)
     wanted = None
-    if _loses_bits(source.dtype, written):
+    if isinstance(policy, PolicyModel) and _loses_bits(source.dtype, written):
         wanted = probe_log_probs(policy)
     narrow = _narrowest(policy, written)
     prints = _fingerprints(_in_dtype(source.items(), source, written))
     _save(policy, final, source, written)
     del policy
-    again = _load(final, source.dtype, trust_remote_code)
+    again = load(final, source.dtype, trust_remote_code)
     proof = _check_bits(again, prints, final, written)
-    if wanted is None:
+    if wanted is None or not isinstance(again, PolicyModel):
         return proof
     return f"{proof}; {_check_log_probs(again, wanted, narrow, final)}"
 
@@ -196,7 +201,7 @@ def _with_adapters(source: Source, base: str, trust_remote_code: bool) -> Policy
     return policy
 
 
-def _save(policy: PolicyModel, final: Path, source: Source, written: str) -> None:
+def _save(policy: Exported, final: Path, source: Source, written: str) -> None:
     dtype = getattr(torch, written)
     if written != source.dtype:
         logger.info("weights are written in %s, and were trained in %s", written, source.dtype)
@@ -235,6 +240,20 @@ def _load(path: str | Path, dtype: str, trust_remote_code: bool) -> PolicyModel:
     return build_policy(path, device="cpu", dtype=dtype, trust_remote_code=trust_remote_code, probe=False)
 
 
+def _load_critic(path: str | Path, dtype: str, trust_remote_code: bool) -> ScoreModel:
+    try:
+        model = build_score(
+            "token_score", path, device="cpu", dtype=dtype, trust_remote_code=trust_remote_code, probe=False
+        )
+    except ModelError as error:
+        raise CheckpointError(
+            f"the critic does not fit the actor's configuration, so it began from another model: name that "
+            f"one's folder with --base_model. {error}"
+        ) from error
+    assert isinstance(model, ScoreModel), "a reward model of tokens"
+    return model
+
+
 Fingerprints = dict[str, tuple[str, str]]
 """A description of each tensor and the digest of its bytes, by name."""
 
@@ -247,7 +266,7 @@ def _digest(tensor: Tensor) -> str:
     return blake2b(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data).hexdigest()
 
 
-def _check_bits(policy: PolicyModel, wanted: Fingerprints, folder: Path, written: str) -> str:
+def _check_bits(policy: Exported, wanted: Fingerprints, folder: Path, written: str) -> str:
     logger.info("reading it back: %d tensors are compared bit for bit", len(wanted))
     own = policy.hf.state_dict()
     odd = sorted(set(own) ^ set(wanted))
@@ -267,7 +286,7 @@ def _check_bits(policy: PolicyModel, wanted: Fingerprints, folder: Path, written
     return f"{len(wanted)} tensors, all equal bit for bit"
 
 
-def _narrowest(policy: PolicyModel, written: str) -> torch.dtype:
+def _narrowest(policy: Exported, written: str) -> torch.dtype:
     """Return the narrowest dtype that a policy's weights pass through; log-probs are compared by it."""
     if _loses_bits(str(policy.dtype).removeprefix("torch."), written):
         rounded: torch.dtype = getattr(torch, written)

@@ -25,10 +25,12 @@ from hybridflow.checkpoint.state import write_tensors
 from hybridflow.errors import CheckpointError
 from hybridflow.models.adapters.adapter_folder import CONFIG, read_adapter_config, write_adapter_weights
 from hybridflow.models.adapters.lora import adapter_part, is_adapter
+from hybridflow.models.files.build import token_classifier
 from hybridflow.models.files.export import ADAPTER_FOLDER
 
 logger = logging.getLogger(__name__)
 
+ONE_LABEL = {"id2label": {"0": "value"}, "label2id": {"value": 0}}
 STAGED_BYTES = 2**30
 """Bytes of tensors that are in memory at most, plus one tensor, while a checkpoint goes into a folder."""
 
@@ -45,10 +47,12 @@ class Source:
     folder: Path
     tensors: SavedTensors
     """Tensors by their names in the module in training; each is read when it is asked for."""
+    began_from: Path | None = None
+    """Folder of the model that a critic began from; None for one that began from the actor's."""
 
     @classmethod
-    def open(cls, path: Path) -> Source:
-        """Open a `global_step_N` folder (its actor) or a role's folder.
+    def open(cls, path: Path, began_from: str | None = None) -> Source:
+        """Open a `global_step_N` folder (its actor) or a role's folder; `began_from` is for a critic.
 
         Raises CheckpointError where it is damaged or holds no policy.
         """
@@ -60,18 +64,24 @@ class Source:
                 raise CheckpointError(f"checkpoint {folder.parent} is damaged: {damage}. Merge another step")
         else:
             logger.warning("%s has no %s beside it: its files cannot be verified", folder, MANIFEST)
-        source = cls(folder, read_tensors(folder, MODEL))
-        if any(name.startswith("backbone.") for name in source.tensors):
+        source = cls(folder, read_tensors(folder, MODEL), Path(began_from) if began_from else None)
+        if source.is_value and source.with_adapters:
             raise CheckpointError(
-                f"{folder} holds a value model, whose head is no language model's: only policies are merged. "
-                f"Of a critic's run, give the {ACTOR} folder; a reward model's run has saved the classifier "
-                f"as {folder / HF_FOLDER}, if checkpoint.save_contents has hf_model"
+                f"{folder} holds adapters of a critic, which no tool reads: only critics whose weights were "
+                "all trained are merged. The run itself goes on from it"
             )
         return source
 
     @property
+    def is_value(self) -> bool:
+        """Whether this is a critic, which becomes a token classifier with one label."""
+        return any(name.startswith("backbone.") for name in self.tensors)
+
+    @property
     def hf_folder(self) -> Path:
         """Folder of the configuration and the tokenizer."""
+        if self.is_value:
+            return self.began_from or self.folder.parent / ACTOR / HF_FOLDER
         return self.folder / HF_FOLDER
 
     @property
@@ -96,8 +106,13 @@ class Source:
 
     def items(self) -> Iterator[tuple[str, Tensor]]:
         """Yield all tensors by their Hugging Face names, one at a time."""
+        renamed = {"hf.": ""}
+        if self.is_value:
+            _, backbone, head = token_classifier(self.hf_folder)
+            renamed = {"backbone.": f"{backbone}.", "head.": f"{head}."}
         for name in self.tensors:
-            yield name.removeprefix("hf."), self.tensors[name]
+            part = next(part for part in renamed if name.startswith(part))
+            yield renamed[part] + name.removeprefix(part), self.tensors[name]
 
     def base(self, given: str | None) -> str:
         """Return where the base of the adapters is: `given`, or the place in the checkpoint.
@@ -121,9 +136,13 @@ class Source:
         if not (self.hf_folder / "config.json").is_file():
             raise CheckpointError(
                 f"{self.hf_folder / 'config.json'} is missing: without the model's configuration nothing "
-                "can be merged"
+                "can be merged. For a critic, name the model that it began from with --base_model"
             )
         shutil.copytree(self.hf_folder, target, dirs_exist_ok=True, ignore=_weights_and_adapter)
+        if self.is_value:
+            config = json.loads((target / "config.json").read_text(encoding="utf-8"))
+            config |= {"architectures": [token_classifier(self.hf_folder)[0]], **ONE_LABEL}
+            (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     def stage_weights(self, target: Path) -> None:
         """Write all tensors into safetensors files that transformers reads, a gigabyte at a time."""

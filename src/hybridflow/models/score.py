@@ -15,15 +15,12 @@ from torch import Tensor, nn
 
 from hybridflow.errors import ModelError
 from hybridflow.models.policy import packed_hidden, sequence_cut
-from hybridflow.models.value import ValueModel
+from hybridflow.models.value import HEAD_NAMES, ValueModel, find_head
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from hybridflow.protocol.packing import PackedBatch
-
-HEAD_NAMES = ("score", "classifier", "v_head.summary", "v_head", "value_head", "reward_head", "rm_head")
-"""Names that the head of a reward model has in files; transformers' own come first."""
 
 
 class ScoreModel(ValueModel):
@@ -31,8 +28,6 @@ class ScoreModel(ValueModel):
 
     hf: PreTrainedModel
     """The classifier that backbone and head belong to; it is no submodule."""
-    new_head: bool = False
-    """Whether the model's folder had no head, so that the scores are 0 until it is trained."""
     source_dtype: torch.dtype | None
     """The dtype that the model's folder says its weights have."""
 
@@ -41,24 +36,22 @@ class ScoreModel(ValueModel):
 
         Raises ModelError for an architecture without such a head, and for a head of more than two labels.
         """
+        name = head_name(hf)
         super().__init__(hf)
         self.of_rows = of_rows
         self.source_dtype = getattr(hf, "source_dtype", None)
         self.__dict__["hf"] = hf
-        self.head_name = head_name(hf)
-        head = hf.get_submodule(self.head_name)
+        head = hf.get_submodule(name)
         if not isinstance(head, nn.Linear) or head.out_features > 2:
             raise ModelError(
                 f"{type(hf).__name__} has the head {head}: a reward model has a linear layer with one label "
                 "(num_labels=1 in config.json), or with two, bad and good"
             )
-        self.head = head.to(torch.promote_types(self.dtype, torch.float32))
-        self.new_head = getattr(hf, "new_head", False)
 
     def file_name(self, name: str) -> str:
         """Return the name that a parameter of this module has in files."""
         if name.startswith("head."):
-            return name.replace("head", self.head_name, 1)
+            return name.replace("head", str(self.head_name), 1)
         return name.replace("backbone", str(self.hf.base_model_prefix), 1)
 
     def forward(self, packed: PackedBatch) -> Tensor:
@@ -96,15 +89,10 @@ class ScoreModel(ValueModel):
 
 def head_name(hf: Any) -> str:
     """Return the name of a classifier's head; ModelError where it has none of transformers' names."""
-    for name in HEAD_NAMES[:2]:
-        if isinstance(getattr(hf, name, None), nn.Module):
-            return name
+    name = find_head(hf)
+    if name is not None:
+        return name
     raise ModelError(
         f"{type(hf).__name__} has no head called {' or '.join(HEAD_NAMES[:2])}: it is no classifier that can "
         "be a reward model"
     )
-
-
-def is_head(name: str) -> bool:
-    """Return whether a tensor of a file belongs to a head by one of the names of `HEAD_NAMES`."""
-    return name.rpartition(".")[0] in HEAD_NAMES

@@ -19,11 +19,29 @@ if TYPE_CHECKING:
     from hybridflow.protocol.packing import PackedBatch
 
 
+HEAD_NAMES = ("score", "classifier", "v_head.summary", "v_head", "value_head", "reward_head", "rm_head")
+"""Names that the head of a reward model has in files; transformers' own come first."""
+
+
+def find_head(hf: Any) -> str | None:
+    """Return the name of the head of a classifier of transformers; None of a model without one."""
+    return next((name for name in HEAD_NAMES[:2] if isinstance(getattr(hf, name, None), nn.Module)), None)
+
+
+def is_head(name: str) -> bool:
+    """Return whether a tensor of a file belongs to a head by one of the names of `HEAD_NAMES`."""
+    return name.rpartition(".")[0] in HEAD_NAMES
+
+
 class ValueModel(nn.Module):
     """The value of the state before token t, read at the position that predicts token t.
 
-    The head starts at zero, so the first values are 0.
+    The head is that of a token classifier with one label, which a merged critic is. On a language model's
+    backbone it starts at zero, so the first values are 0.
     """
+
+    new_head: bool = False
+    """Whether the files of a classifier had no head, so that its numbers are 0 until it is trained."""
 
     sequence_group: ProcessGroup | None = None
     """Ranks that share the tokens of a forward pass; each gets the same packed batch and the same values."""
@@ -33,7 +51,7 @@ class ValueModel(nn.Module):
     """Ranks that hold the other stages of the model, or None where this rank has all layers."""
 
     def __init__(self, hf: PreTrainedModel) -> None:
-        """Take the backbone of the causal LM `hf`; its output head is left behind."""
+        """Take the backbone of `hf`, and the head of a classifier; a language model's is left behind."""
         super().__init__()
         use_attention(hf)
         self.backbone: Any = hf.base_model
@@ -41,11 +59,17 @@ class ValueModel(nn.Module):
         if self.dtype == torch.float64:
             compute_in_float64(hf)
         kind = torch.promote_types(self.dtype, torch.float32)
-        size = hf.config.get_text_config().hidden_size
-        # its own draw would move the global stream
-        self.head = nn.utils.skip_init(nn.Linear, size, 1, dtype=kind, device=self.device)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
+        self.head_name = find_head(hf)
+        """Name of the classifier's head in `hf`, or None."""
+        if self.head_name is not None:
+            self.head: Any = hf.get_submodule(self.head_name).to(kind)
+            self.new_head = getattr(hf, "new_head", False)
+        else:
+            size = hf.config.get_text_config().hidden_size
+            # its own draw would move the global stream
+            self.head = nn.utils.skip_init(nn.Linear, size, 1, dtype=kind, device=self.device)
+            nn.init.zeros_(self.head.weight)
+            nn.init.zeros_(self.head.bias)
         self.train(hf.training)
 
     @property

@@ -20,7 +20,7 @@ from hybridflow.protocol.balancing import Workload
 
 
 def model_arguments(config: ModelConfig, device: torch.device) -> dict[str, Any]:
-    """Return the arguments of `build_policy` and `build_value`, after importing `external_lib`.
+    """Return the arguments of `build_policy` and `build_score`, after importing `external_lib`.
 
     Raises ConfigError where the model asks for kernels that cannot run on `device`.
     """

@@ -8,10 +8,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+from transformers import AutoConfig, AutoModelForTokenClassification
 
 from hybridflow import model_merger
 from hybridflow.checkpoint.layout import ACTOR, HF_FOLDER
+from hybridflow.checkpoint.shard_index import read_tensors
 from hybridflow.checkpoint.sharded import save_shards
 from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.data.tokenizer import load_tokenizer
@@ -21,11 +24,14 @@ from hybridflow.merger.source import folder_dtype
 from hybridflow.models.adapters.adapter_folder import CONFIG, WEIGHTS
 from hybridflow.models.adapters.lora import LoraSettings, adapted_layers, add_lora, saved_names
 from hybridflow.models.files.build import build_policy
+from hybridflow.models.files.build_score import build_score
 from hybridflow.models.files.export import ADAPTER_FOLDER, save_config, save_hf
 from hybridflow.models.files.probe import probe_log_probs
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.tiny import create_tiny_model
 from hybridflow.models.value import ValueModel
+from hybridflow.protocol import DataProto
+from hybridflow.protocol.packing import make_rows, pack
 from ranks import Ranks
 
 
@@ -208,13 +214,9 @@ def test_the_command(tmp_path: Path, tiny_folder: Path, capsys: pytest.CaptureFi
     assert "all equal bit for bit" in capsys.readouterr().out
     assert model_merger.main(["test", *source, "--test_hf_dir", str(tiny_folder)]) == 1
     assert "differs from the checkpoint's" in capsys.readouterr().err
-    assert (
-        model_merger.main(
-            ["merge", "--backend", "megatron", "--local_dir", str(step), "--target_dir", str(tmp_path / "x")]
-        )
-        == 1
-    )
-    assert "use --backend fsdp" in capsys.readouterr().err
+    other = ["--backend", "megatron", "--local_dir", str(step)]
+    assert model_merger.main(["merge", *other, "--target_dir", str(tmp_path / "x")]) == 0
+    assert model_merger.main(["test", *other, "--test_hf_dir", str(target)]) == 0
 
 
 def with_adapters(folder: Path, dtype: str = "float32") -> PolicyModel:
@@ -297,9 +299,66 @@ def test_what_is_not_merged(tmp_path: Path, tiny_folder: Path) -> None:
     step = save(tmp_path / "run", plain)
     with pytest.raises(ConfigError, match=r"--lora keep: .* holds no adapters"):
         merge(step, tmp_path / "merged", lora="keep")
-    save_shards(tmp_path / "critic", {"model": dict(ValueModel(plain.hf).state_dict())})
-    with pytest.raises(CheckpointError, match="holds a value model"):
+    critic = ValueModel(plain.hf)
+    add_lora(critic, LoraSettings(2))
+    save_shards(tmp_path / "critic", {"model": dict(critic.state_dict())})
+    with pytest.raises(CheckpointError, match="holds adapters of a critic"):
         merge(tmp_path / "critic", tmp_path / "merged")
+
+
+def critic_of(folder: Path) -> ValueModel:
+    critic = ValueModel(trained(folder).hf)
+    with torch.no_grad():
+        critic.head.weight.normal_()
+        critic.head.bias.fill_(0.5)
+    return critic
+
+
+def values(critic: ValueModel) -> Tensor:
+    ids = [[3, 4, 5, 6], [7, 8, 9]]
+    return critic(pack(DataProto.from_dict(make_rows(ids, [[1, 2, 3], [4]], pad_id=0))))
+
+
+def test_a_critic_is_a_token_classifier_that_a_critic_begins_from(tmp_path: Path, tiny_folder: Path) -> None:
+    step = save(tmp_path / "run", trained(tiny_folder))
+    critic = critic_of(tiny_folder)
+    save_shards(step / "critic", {"model": dict(critic.state_dict())})
+    (step / "manifest.json").unlink()
+    target = merge(step / "critic", tmp_path / "merged")
+    again = AutoModelForTokenClassification.from_pretrained(target)
+    assert again.config.num_labels == 1 and again.config.architectures == [type(again).__name__]
+    ids = torch.tensor([[3, 4, 5, 6, 1, 2, 3]])
+    assert torch.allclose(again(ids).logits[0, 3:6, 0], values(critic)[:3], atol=1e-5)
+    assert compare(step / "critic", target).endswith("equal bit for bit")
+    begun = build_score("value", target, device="cpu")
+    assert values(begun).equal(values(critic))
+    low = merge(step / "critic", tmp_path / "bfloat16", dtype="bfloat16")
+    assert file_dtypes(low) == {torch.bfloat16} and "rounded to bfloat16" in compare(step / "critic", low)
+
+
+def test_a_critic_that_began_from_another_model(tmp_path: Path, tiny_folder: Path) -> None:
+    small = create_tiny_model(tmp_path / "small", hidden=16, intermediate=32, heads=2, kv_heads=1)
+    step = save(tmp_path / "run", trained(tiny_folder))
+    (step / "manifest.json").unlink()
+    save_shards(step / "critic", {"model": dict(critic_of(small).state_dict())})
+    with pytest.raises(CheckpointError, match=r"began from another model: .*--base_model"):
+        merge(step / "critic", tmp_path / "merged")
+    target = merge(step / "critic", tmp_path / "merged", base_model=str(small))
+    assert values(build_score("value", target, device="cpu")).equal(values(critic_of_saved(step, small)))
+
+
+def critic_of_saved(step: Path, folder: Path) -> ValueModel:
+    critic = ValueModel(build_policy(folder, device="cpu", probe=False).hf)
+    saved = read_tensors(step / "critic", "model")
+    critic.load_state_dict({name: saved[name] for name in saved})
+    return critic
+
+
+def test_a_classifier_of_more_labels_is_no_critic(tmp_path: Path, tiny_folder: Path) -> None:
+    config = AutoConfig.from_pretrained(tiny_folder, num_labels=3)
+    AutoModelForTokenClassification.from_config(config).save_pretrained(tmp_path / "labels")
+    with pytest.raises(ModelError, match="token classifier with 3 labels, and a critic has one"):
+        build_score("value", tmp_path / "labels", device="cpu")
 
 
 def save_on_rank(rank: int, folder: str, source: str, adapters: bool) -> None:
@@ -339,7 +398,7 @@ def test_weights_are_staged_in_pieces(
     [
         (["--tie-word-embedding", "--use_cpu_initialization"], 0, ""),
         (["--private"], 1, "give --hf_upload_path OWNER/NAME too"),
-        (["--is-value-model"], 1, "value models are not merged"),
+        (["--is-value-model"], 0, ""),
         (["--lora", "fold"], 1, "holds no adapters"),
     ],
 )

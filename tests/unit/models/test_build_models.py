@@ -16,7 +16,8 @@ from zoo import tiny_hf
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.distributed.device import resolve_device, set_threads
 from hybridflow.errors import ConfigError, ModelError
-from hybridflow.models.files.build import build_policy, build_value, load_config
+from hybridflow.models.files.build import build_policy, load_config
+from hybridflow.models.files.build_score import build_score
 from hybridflow.models.files.export import save_hf
 from hybridflow.models.files.size import matmul_parameters, workload_of
 from hybridflow.models.tiny import create_tiny_model
@@ -55,7 +56,7 @@ def test_export_and_reload(folder: Path, tmp_path: Path, dtype: torch.dtype) -> 
 
 
 def test_value_of_a_folder(folder: Path) -> None:
-    model = build_value(folder, device="cpu", gradient_checkpointing=True).train()
+    model = build_score("value", folder, device="cpu", gradient_checkpointing=True).train()
     packed = pack(DataProto.from_dict(make_rows([[2, 5, 9], [4]], [[8, 7], [30, 31, 32, 33]], pad_id=1)))
     values = model(packed)
     assert values.shape == (6,) and not values.any()

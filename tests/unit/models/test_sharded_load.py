@@ -12,13 +12,15 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForTokenClassification
 from zoo import SUPPORTED, packed_rows, tiny_hf, tiny_rows
 
 from hybridflow.errors import ModelError
 from hybridflow.models.attention.layouts import PackedLayout
 from hybridflow.models.blocks import compile_blocks, decoder_blocks
 from hybridflow.models.files import sharded_load
-from hybridflow.models.files.build import build_policy, build_value
+from hybridflow.models.files.build import build_policy
+from hybridflow.models.files.build_score import build_score
 from hybridflow.models.files.probe_architecture import probe_architecture, small_config
 from hybridflow.models.files.sharded_load import load_weights, materialise, meta_model, parameters_on_meta
 from hybridflow.models.policy import PolicyModel
@@ -70,8 +72,21 @@ def test_values_and_other_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
     folder = save(tiny_hf("qwen2"), tmp_path / "model")
     name = str(dtype).removeprefix("torch.")
     assert same(load(folder, dtype=dtype), build_policy(folder, device="cpu", dtype=name, probe=False))
-    ours, theirs = load(folder, "value", dtype), build_value(folder, device="cpu", dtype=name, probe=False)
+    ours, theirs = (
+        load(folder, "value", dtype),
+        build_score("value", folder, device="cpu", dtype=name, probe=False),
+    )
     assert same(ours, theirs, but=("head.weight", "head.bias")), "a value head is in no file"
+
+
+def test_a_critic_that_begins_from_a_critic_reads_its_head(tmp_path: Path) -> None:
+    config = tiny_hf("qwen2").config
+    config.num_labels = 1
+    AutoModelForTokenClassification.from_config(config).save_pretrained(tmp_path / "critic")
+    ours, theirs = load(tmp_path / "critic", "value"), build_score("value", tmp_path / "critic", device="cpu")
+    assert same(ours, theirs) and bool(theirs.head.weight.any())
+    packed = packed_rows(tiny_rows())
+    assert torch.equal(ours(packed), theirs(packed))
 
 
 def test_tied_weights_stay_one_and_may_have_either_name(tmp_path: Path) -> None:

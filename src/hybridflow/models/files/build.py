@@ -36,8 +36,8 @@ from hybridflow.models.files.progress import without_progress_bars
 from hybridflow.models.float64 import recompute_in_float64
 from hybridflow.models.liger import patch_liger, use_liger_kernels
 from hybridflow.models.policy import PolicyModel, check_attention
-from hybridflow.models.score import HEAD_NAMES, ScoreModel, head_name, is_head
-from hybridflow.models.value import ValueModel
+from hybridflow.models.score import ScoreModel, head_name
+from hybridflow.models.value import HEAD_NAMES, ValueModel, is_head
 from hybridflow.models.vision import language_class
 
 logger = logging.getLogger(__name__)
@@ -61,9 +61,28 @@ def auto_class(kind: Kind, config: PretrainedConfig) -> Any:
 
     ModelError where it reads pictures in a way that is not known here.
     """
-    if kind in ("policy", "value"):
-        return language_class(config)
-    return AUTO_CLASSES[kind]
+    if is_classifier(kind, config):
+        return AUTO_CLASSES["token_score" if kind == "value" else kind]
+    return language_class(config)
+
+
+def is_classifier(kind: Kind, config: PretrainedConfig) -> bool:
+    """Return whether a configuration is read as a classifier: for a reward model, and for a critic if it is
+    that of a token classifier, as a merged critic's is.
+    """
+    if kind == "value":
+        return "TokenClassification" in "".join(config.architectures or ())
+    return kind != "policy"
+
+
+def token_classifier(folder: str | Path) -> tuple[str, str, str]:
+    """Return the class of the token classifier over the model of a folder, and what its files call backbone
+    and head.
+    """
+    config = load_config(folder)
+    with torch.device("meta"):
+        hf = AutoModelForTokenClassification.from_config(config)
+    return type(hf).__name__, str(hf.base_model_prefix), head_name(hf)
 
 
 def wrap(kind: Kind, hf: PreTrainedModel) -> PolicyModel | ValueModel:
@@ -94,36 +113,13 @@ def build_policy(
     """
     hf = load_whole(path, device, resolve_dtype(dtype, device), trust_remote_code, override_config)
     policy = PolicyModel(hf)
-    _settle(policy, use_liger, probe)
+    settle_policy(policy, use_liger, probe)
     if gradient_checkpointing:
         enable_gradient_checkpointing(hf)
     return policy
 
 
-def build_value(
-    path: str | Path,
-    *,
-    device: torch.device | str,
-    dtype: str = "auto",
-    trust_remote_code: bool = False,
-    override_config: dict[str, Any] | None = None,
-    gradient_checkpointing: bool = False,
-    use_liger: bool = False,
-    probe: bool = True,
-) -> ValueModel:
-    """Load the backbone of a causal LM with a new scalar head, whose values are 0.
-
-    Arguments and errors are those of `build_policy`.
-    """
-    hf = load_whole(path, device, resolve_dtype(dtype, device), trust_remote_code, override_config)
-    if probe or use_liger:
-        _settle(PolicyModel(hf), use_liger, probe)
-    if gradient_checkpointing:
-        enable_gradient_checkpointing(hf)
-    return ValueModel(hf)
-
-
-def _settle(policy: PolicyModel, use_liger: bool, probe: bool) -> None:
+def settle_policy(policy: PolicyModel, use_liger: bool, probe: bool) -> None:
     """Put Liger's kernels into a whole model if asked, and probe it."""
     if use_liger and probe:
         use_liger_kernels(policy)
@@ -264,6 +260,12 @@ def checked_config(
     architecture = "".join(config.architectures or ())
     if kind in ("score", "token_score") and "Classification" not in architecture:
         config.num_labels = 1
+    if kind == "value" and is_classifier(kind, config) and config.num_labels != 1:
+        raise ModelError(
+            f"model {path!r} is a token classifier with {config.num_labels} labels, and a critic has one, "
+            "the value: give a language model, whose critic begins at 0, or a critic that `hybridflow merge` "
+            "wrote"
+        )
     path = hub_folder(str(path))
     folder = Path(path).expanduser()
     if folder.is_dir() and not any(folder.glob("*.safetensors")):
@@ -308,8 +310,10 @@ def load_whole(
         raise ModelError(f"cannot load model {path!r}: {_first_lines(error)}") from error
     hf, info = loaded
     missing = set(info["missing_keys"])
-    if kind in ("score", "token_score"):
+    if is_classifier(kind, config):
         missing = _with_head(hf, missing, set(info["unexpected_keys"]), path)
+    elif kind == "value":  # the head of the language model is left behind
+        missing = {name for name in missing if not name.startswith("lm_head.")}
     if missing:
         raise ModelError(
             f"model {path!r} lacks {len(missing)} weights its configuration asks for, the first "
@@ -366,7 +370,7 @@ def load_saved(folder: Path) -> PreTrainedModel:
 
 def _head_names(kind: Kind, config: PretrainedConfig, trust_remote_code: bool) -> dict[str, str] | None:
     """Return other names that a head may have in files, as expressions, with its own; None without a head."""
-    if kind not in ("score", "token_score"):
+    if not is_classifier(kind, config):
         return None
     with torch.device("meta"):
         hf = auto_class(kind, config).from_config(config, trust_remote_code=trust_remote_code)

@@ -41,8 +41,7 @@ from hybridflow.models.files.build import (
 )
 from hybridflow.models.liger import patch_liger
 from hybridflow.models.policy import PolicyModel
-from hybridflow.models.score import HEAD_NAMES, ScoreModel, is_head
-from hybridflow.models.value import ValueModel
+from hybridflow.models.value import HEAD_NAMES, ValueModel, is_head
 
 logger = logging.getLogger(__name__)
 
@@ -111,18 +110,19 @@ def meta_model(
         names.setdefault(id(tensor), []).append(name)
     module = wrap(kind, hf)
     in_files: Mapping[str, str] = {}
-    if isinstance(module, ScoreModel):
+    head_name = getattr(module, "head_name", None)  # of a classifier
+    if isinstance(module, ValueModel) and head_name is not None:
         in_files = _weight_files(where)
         module.new_head = not any(is_head(name) for name in in_files)
     sources: dict[str, tuple[str, ...]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
-        if isinstance(module, ScoreModel) and name.startswith("head."):
+        if head_name is not None and name.startswith("head."):
             part = name.removeprefix("head.")
             if not module.new_head:
-                sources[name] = tuple(f"{head}.{part}" for head in (module.head_name, *HEAD_NAMES))
+                sources[name] = tuple(f"{head}.{part}" for head in (head_name, *HEAD_NAMES))
         elif id(tensor) in names:
             sources[name] = tuple(names[id(tensor)])
-    if isinstance(module, ScoreModel):
+    if head_name is not None:
         refuse_odd_head(hf, set(in_files).difference(*sources.values()), where)
 
     def whole() -> PreTrainedModel:

@@ -34,6 +34,7 @@ COLUMNS = (
     *("reward_baselines", "reward_components", "process_rewards", "old_log_probs", "entropys"),
     *("sum_pi_squared", "teacher_log_probs", "ref_log_prob", "values", "advantages", "returns"),
     *("rollout_is_weights", "positive", "is_demonstration", "group_ids", "teacher_top_outcomes"),
+    *("source_weight", "source_kl_coef"),
 )
 """Columns of tensors that a batch may have: those of `protocol/fields.py` but for the preference losses'."""
 CALLED_WITH = ("data_source", "solution_str", "ground_truth", "extra_info")

@@ -253,6 +253,7 @@ RULES: Mapping[type, Mapping[str, tuple[Rule, ...]]] = {
             algorithm.name_problems,
             algorithm.estimator_problems,
             algorithm.partner_problems,
+            algorithm.source_problems,
             algorithm.pair_problems,
             algorithm.gdpo_problems,
             algorithm.score_problems,

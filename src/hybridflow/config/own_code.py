@@ -361,6 +361,11 @@ def own_code_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
                 f"data.sampler: {sampler} has no {', '.join(lacks)}; a sampler has "
                 f"{', '.join(SAMPLER_METHODS)}"
             )
+    datagen = _joined(data.datagen.path, data.datagen.name)
+    if datagen:
+        yield from _called("data.datagen", datagen, "__init__(self, config)", ("config",))
+        if define(datagen).method("generate").kind == "missing":
+            yield f"data.datagen: {datagen} has no generate(self, dataset), which makes rows after each step"
     step = config.trainer.step_class
     if step:
         found = define(step)

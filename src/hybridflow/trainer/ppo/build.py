@@ -274,7 +274,7 @@ def _trainer(
             only_validates=config.trainer.val_only,
             keeping=kept.keeping if config.trainer.keep_rows else not_kept,
             after_update=partial(_finish_batch, source, data),
-            log_samples=partial(_further_metrics, samples, predictor),
+            log_samples=partial(_further_metrics, samples, predictor, data),
             profiling=StepProfiler(config.global_profiler, roles.all, run.folder.path),
         )
         # have the traces of collectors sent, and log the failures of the run, unless it only made batches
@@ -287,12 +287,15 @@ def _trainer(
 def _further_metrics(
     samples: SampleLog,
     predictor: Predictor | None,
+    data: PromptData,
     batch: DataProto,
     values: Mapping[str, float],
     step: int,
 ) -> dict[str, float]:
-    """Keep the samples of a step; return their metrics, and the predicted times of the step."""
-    found = samples.training(batch, values, step)
+    """Keep the samples of a step; return their metrics, the size of data that grow, and the predicted times
+    of the step.
+    """
+    found = samples.training(batch, values, step) | data.growth()
     if predictor is not None:
         found |= predictor(batch, values)
     return found
@@ -317,7 +320,7 @@ def _replay_buffer(config: PPOConfig, tokenizer: Tokenizer, source: SyncSource) 
 
 
 def _finish_batch(source: SyncSource, data: PromptData, batch: DataProto) -> None:
-    """Update the sampler by a trained batch."""
+    """Update the sampler, and data that grow, by a trained batch."""
     with source.reading:
         data.finish_batch(batch)
 

@@ -165,3 +165,22 @@ def test_a_class_without_the_method_is_refused(model: Path, tmp_path: Path) -> N
     maker = "class Maker:\n    def __init__(self, config): pass\n"
     with pytest.raises(ConfigError, match=r"data\.datagen: .*:Maker has no generate"):
         ppo_config(model, tmp_path / "run", *settings_of(tmp_path, maker))
+
+
+def test_the_class_of_the_page_makes_rows(model: Path, tmp_path: Path) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "growing_data.md").read_text(encoding="utf-8")
+    (tmp_path / "harder.py").write_text(page.split("```python\n")[1].split("```")[0])
+    named = [f"data.datagen.path='{tmp_path / 'harder.py'}:Harder'", "data.datagen.options.most=3"]
+    settings = [
+        *named,
+        "algorithm.adv_estimator=grpo",
+        "trainer.total_training_steps=1",
+        "trainer.test_freq=-1",
+    ]
+    _, dataset = fit(model, tmp_path / "run", *settings)
+    assert dataset.growth() == {
+        "data/num_prompts": 67.0,
+        "data/num_made_prompts": 3.0,
+        "data/num_datagen_failures": 0.0,
+    }
+    assert dataset[66].row["raw_prompt"][0]["content"].endswith(" + 1 = ?") and dataset[66].index == 66

@@ -193,15 +193,25 @@ def two_sources(folder: Path) -> str:
 
 
 RUN = ("data.task.name=null", "algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4")
-SOURCES = (
-    "algorithm.by_source.sums={adv_estimator:rloo,weight:3}",
-    "algorithm.by_source={lab/words:{adv_estimator:reinforce_plus_plus}}",
-    f"{ACTOR}.ppo_mini_batch_size=4",
-)
+OWN = """
+def level(response_mask, *, height):
+    return height * response_mask.float(), response_mask.float()
+"""
+
+
+def sources(folder: Path) -> tuple[str, ...]:
+    """One mini-batch of two sources, one with an estimator that is not zero in the mean."""
+    (folder / "own.py").write_text(OWN)
+    own = f"{{adv_estimator:'{folder / 'own.py'}:level',options:{{height:2.0}},weight:3}}"
+    return (
+        f"algorithm.by_source.sums={own}",
+        "algorithm.by_source={lab/words:{adv_estimator:reinforce_plus_plus}}",
+        f"{ACTOR}.ppo_mini_batch_size=4",
+    )
 
 
 def test_a_run_of_two_sources_learns_by_their_weights(model: Path, tmp_path: Path) -> None:
-    config = ppo_config(model, tmp_path / "run", *RUN, two_sources(tmp_path), *SOURCES)
+    config = ppo_config(model, tmp_path / "run", *RUN, two_sources(tmp_path), *sources(tmp_path))
     with build(config) as trainer:
         batch, metrics = trainer.step(trainer.source.next(1).rows, 1)
     found, rows = metrics.to_floats(), batch.batch
@@ -210,6 +220,7 @@ def test_a_run_of_two_sources_learns_by_their_weights(model: Path, tmp_path: Pat
     tokens = (rows["loss_mask"].double() * weights[:, None]).sum()
     wanted = -(rows["advantages"].double() * rows["loss_mask"] * weights[:, None]).sum() / tokens
     assert found["actor/pg_loss"] == pytest.approx(float(wanted), abs=1e-6)
+    assert float(wanted) == pytest.approx(-2.0 * found["by_source/sums/token_share"], abs=1e-6)
     mine = batch.non_tensor_batch["data_source"] == "sums"
     share = float(3 * rows["loss_mask"][mine].sum() / tokens)
     assert found["by_source/sums/token_share"] == pytest.approx(share)

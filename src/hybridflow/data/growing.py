@@ -37,6 +37,7 @@ class AbstractDataGenerator(ABC):
 
     def __init__(self, config: DatagenConfig) -> None:
         self.config = config
+        self.options = config.options
 
     @abstractmethod
     def generate(self, dataset: GrowingPrompts) -> Iterable[Mapping[str, Any]]:

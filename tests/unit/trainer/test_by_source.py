@@ -25,6 +25,7 @@ from hybridflow.protocol.packing import make_rows
 from hybridflow.protocol.randomness import generator
 from hybridflow.trainer.ppo.by_source import SourceAdvantages
 from hybridflow.trainer.ppo.columns import estimate_advantages, find_estimator
+from hybridflow.trainer.replay.reverify import reverify
 from hybridflow.workers.losses import policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, mini_batches
 
@@ -227,6 +228,20 @@ def test_a_run_of_two_sources_learns_by_their_weights(model: Path, tmp_path: Pat
     scores = (rows["token_level_scores"] * rows["response_mask"]).sum(-1)[mine]
     assert found["by_source/sums/score/mean"] == pytest.approx(float(scores.double().mean()))
     assert found["by_source/sums/num_trajectories"] + found["by_source/lab/words/num_trajectories"] == 16
+
+
+def test_kept_rows_are_judged_by_the_algorithm_of_their_source(model: Path, tmp_path: Path) -> None:
+    keys = ("trainer.keep_rows=true", "trainer.total_training_steps=1", "trainer.test_freq=-1")
+    config = ppo_config(
+        model, tmp_path / "run", *RUN, two_sources(tmp_path), *sources(tmp_path), *keys, "trainer.save_freq=1"
+    )
+    with build(config) as trainer:
+        trainer.fit()
+    (own,) = reverify(tmp_path / "run", None, None, None)
+    assert own.changed_scores == 0 and own.advantages[0] == own.advantages[1] > 1.0
+    assert own.losses is not None and own.losses[0] == own.losses[1]
+    (other,) = reverify(tmp_path / "run", None, "rloo", None)
+    assert other.advantages[1] < 1.0, "another estimator is that of all rows"
 
 
 def test_sources_with_the_algorithm_of_the_run_change_no_bit(model: Path, tmp_path: Path) -> None:

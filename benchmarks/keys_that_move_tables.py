@@ -285,6 +285,7 @@ TRIALS: Mapping[str, list[Trial]] = {
         Trial((1e-6,), KL_REWARD),
         Trial((1e-6,), {**ADAPTIVE, ".target_kl": 100.0, "algorithm.kl_penalty": "mse"}),
     ],
+    "algorithm.by_source": [Trial(({"arithmetic_chain": {"adv_estimator": "reinforce_plus_plus"}},))],
     "algorithm.ref_update_freq": [Trial((1,), {**KL_LOSS, STEPS: 2})],
     f"{GROUPS}.metric": [Trial(("share",), DYNAMIC)],
     f"{GROUPS}.max_num_gen_batches": [Trial((1,), DYNAMIC)],

@@ -77,6 +77,9 @@ def open_stage(work: Path, python: str) -> Stage:
     subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, str(parts["root"])], check=True)
     for kind in ("proc", "dev"):
         subprocess.run(["mount", "--rbind", f"/{kind}", str(parts["root"] / kind)], check=True)
+    users = parts["root"] / "etc" / "passwd"  # a base image has no ordinary ones
+    lines = users.read_text().splitlines(keepends=True)
+    users.write_text("".join(line for line in lines if not 1000 <= int(line.split(":")[2]) < 60_000))
     variables = {
         name: value for name, value in os.environ.items() if name.startswith(("PIP_", "LANG", "SSL_"))
     }

@@ -76,22 +76,40 @@ class LossScale:
     """[B] int64, of the rows of one micro-batch: how many rows of its trajectory are learned from. None where
     every trajectory has one row.
     """
+    row_weights: Tensor | None = None
+    """[B] float, of the rows of one micro-batch: the losses of a row are multiplied by its weight, and the
+    counts above count its tokens, and its sequence, as many times. None where each counts once.
+    """
 
     @classmethod
     def count(
-        cls, loss_mask: Tensor, positive: Tensor | None = None, trajectory_id: Tensor | None = None
+        cls,
+        loss_mask: Tensor,
+        positive: Tensor | None = None,
+        trajectory_id: Tensor | None = None,
+        row_weights: Tensor | None = None,
     ) -> LossScale:
         """Return the counts of `loss_mask` [B, R] bool; `positive` [B] bool marks rows that were right.
 
-        Rows of equal `trajectory_id` [B] int64 are one sequence; without it, each row is one.
+        Rows of equal `trajectory_id` [B] int64 are one sequence; without it, each row is one. With
+        `row_weights` [B] float, the same for all rows of a trajectory, the counts are weighted sums.
         """
         tokens = loss_mask.bool().sum(-1)
-        right = 0.0 if positive is None else float(tokens[positive.bool()].sum())
         learned = tokens > 0
-        num_sequences = int(learned.sum())
+        weights = torch.ones_like(tokens) if row_weights is None else row_weights.double()
+        sequences = weights[learned]
         if trajectory_id is not None:
-            num_sequences = len(trajectory_id[learned].unique())
-        return cls(float(tokens.sum()), float(num_sequences), right)
+            ids, number = trajectory_id[learned].unique(return_inverse=True)
+            sequences = weights.new_zeros(len(ids)).scatter(0, number, sequences)
+        tokens = tokens * weights
+        right = 0.0 if positive is None else float(tokens[positive.bool()].sum())
+        return cls(float(tokens.sum()), float(sequences.sum()), right)
+
+    def by_weight(self, per_token: Tensor) -> Tensor:
+        """Return per_token [B, R] float times the weight of each row."""
+        if self.row_weights is None:
+            return per_token
+        return per_token * self.row_weights.unsqueeze(-1)
 
     def weighted(self, per_row: Tensor) -> Tensor:
         """Return per_row [B] float divided by the number of rows of each one's trajectory."""
@@ -117,9 +135,11 @@ def aggregate(
 
     per_token [B, R] float, mask [B, R] bool. `mode` is a name of `catalog.AGGREGATIONS`, which has the
     formula of each. A sequence is a trajectory, and the mean of a row weighs 1 / number of rows of its
-    trajectory. Raises ConfigError for another mode, and for the last one without `scale_factor`.
+    trajectory. Where rows have weights, these are in the sums and in the counts: the loss is a weighted mean.
+    Raises ConfigError for another mode, and for the last one without `scale_factor`.
     """
-    total = zero_outside(per_token, mask).sum()
+    per_token = scale.by_weight(zero_outside(per_token, mask))
+    total = per_token.sum()
     if mode not in AGGREGATIONS:
         raise ConfigError(f"unknown loss_agg_mode {mode!r}: choose from {', '.join(AGGREGATIONS)}")
     if mode == "token-sum":

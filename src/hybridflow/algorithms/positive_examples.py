@@ -16,5 +16,5 @@ def positive_example_loss(log_prob: Tensor, mask: Tensor, positive: Tensor, scal
 
     Left out: nothing.
     """
-    total = masked_sum(-log_prob, mask.bool() & positive.bool().unsqueeze(-1))
+    total = masked_sum(scale.by_weight(-log_prob), mask.bool() & positive.bool().unsqueeze(-1))
     return total / scale.num_positive_tokens if scale.num_positive_tokens else total * 0.0

@@ -162,6 +162,23 @@ class SPPOConfig:
 
 
 @dataclass(frozen=True)
+class SourceConfig:
+    """An entry of `algorithm.by_source`: what differs for the rows of a data source; null: the run's value.
+
+    Every key but the last two is one of `algorithm`, by its name there.
+    """
+
+    adv_estimator: str | None = key(None, "Advantage estimator of these rows.")
+    options: dict[str, Any] | None = key(None, "Further keyword arguments of an estimator of your own.")
+    gamma: float | None = key(None, "Discount of later rewards, for each token.", minimum=0, maximum=1)
+    norm_adv_by_std_in_grpo: bool | None = key(None, "Divide by the standard deviation of the group.")
+    gdpo_reward_keys: list[str] | None = key(None, "gdpo: keys of the reward's result.")
+    gdpo_reward_weights: list[float] | None = key(None, "gdpo: weight of each of these keys.")
+    kl_loss_coef: float | None = key(None, "Coefficient of the KL in the loss of these rows.", minimum=0)
+    weight: float = key(1.0, "Weight of these rows in the mean that the loss is.", above=0)
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     """Advantages, KL penalties, and the groups and rows that are learned from."""
 
@@ -244,3 +261,13 @@ class AlgorithmConfig:
     pf_ppo: PFPPOConfig = group(PFPPOConfig, read_by(".use_pf_ppo"))
     sppo: SPPOConfig = group(SPPOConfig)
     rollout_correction: RolloutCorrectionConfig = group(RolloutCorrectionConfig)
+    by_source: dict[str, dict[str, Any]] = key(
+        {},
+        "Other algorithms for the rows of some data sources: by the data source, adv_estimator, options, "
+        "gamma, norm_adv_by_std_in_grpo, gdpo_reward_keys, gdpo_reward_weights, kl_loss_coef, and the weight "
+        "of the rows in the loss (1), for example {openai/gsm8k: {adv_estimator: rloo, weight: 2}}. All "
+        "other rows have the keys of algorithm.",
+        excludes(".use_pf_ppo", "it draws rows of all sources by one scale of scores"),
+        excludes(".kl_ctrl.type=adaptive", "one coefficient would follow the KL of all sources"),
+        excludes("critic.enable", "a critic learns one kind of returns, and sources have several"),
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from hybridflow.config.schema import at_least, group, key, read_by
+from hybridflow.config.schema import at_least, excludes, group, key, needs, read_by
 
 TASKS = ("arithmetic_chain", "arithmetic_preferences", "one_liners", "red_squares")
 """Built-in procedural tasks."""
@@ -31,6 +31,22 @@ class SamplerConfig:
         "null: the built-in one.",
     )
     class_name: str | None = key(None, "Name of the sampler class; `class_path` may also be path.py:name.")
+
+
+@dataclass(frozen=True)
+class DatagenConfig:
+    """A class of your own that makes further training rows after each step."""
+
+    path: str | None = key(
+        None,
+        "File or module that holds a class with generate(dataset), which makes further rows after each step; "
+        "they join the next epoch. null: the data stay as they are.",
+        needs("trainer.schedule=sync", "rows that are read ahead would depend on when a step ends"),
+        excludes("data.custom_cls.path", "it is the built-in data set that grows"),
+        excludes("algorithm.adv_estimator=spin", "its rows are the data's own answers"),
+    )
+    name: str | None = key(None, "Name of that class; `path` may also be path.py:name.")
+    options: dict[str, Any] = key({}, "Values for that class, which it is given as config.options.")
 
 
 @dataclass(frozen=True)
@@ -143,6 +159,7 @@ class DataConfig(BaseDataConfig):
     environment_options: dict[str, Any] = key({}, "Keyword arguments of the environment.")
     custom_cls: CustomClassConfig = group(CustomClassConfig)
     sampler: SamplerConfig = group(SamplerConfig)
+    datagen: DatagenConfig = group(DatagenConfig)
 
 
 @dataclass(frozen=True)

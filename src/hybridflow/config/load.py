@@ -25,6 +25,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from hybridflow.config.by_source import sources_of
 from hybridflow.config.checks.root import find_notes, find_problems
 from hybridflow.config.convert import WRONG, WrongKeyRead, convert_what_fits, raise_all, suggest, unknown_key
 from hybridflow.config.recipes import check_command, read_flags, read_recipe, recipe_hint
@@ -139,6 +140,13 @@ def _load(
         problems.append(device_fault)
         wrong.add("trainer.device")
         config = with_values(config, {"trainer.device": "auto"})
+    if isinstance(config, PPOConfig):
+        try:
+            sources_of(config.algorithm)
+        except ConfigError as error:
+            problems.extend(error.problems or [str(error)])
+            wrong.add("algorithm.by_source")
+            config = with_values(config, {"algorithm.by_source": {}})
     given = {s.path for s in accepted if not s.delete} - {s.path for s in accepted if s.delete}
     blocks = tuple(f"{path}." for path in wrong)
     keys = {path for path in keys_of(root) if path in wrong or path.startswith(blocks)}

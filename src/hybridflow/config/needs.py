@@ -12,6 +12,7 @@ from typing import Any
 
 from hybridflow.algorithms.catalog import ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts
 from hybridflow.config.actor_rollout_ref import ActorConfig
+from hybridflow.config.by_source import algorithms_of
 from hybridflow.config.convert import WrongKeyRead
 from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.config.root import PPOConfig, SFTConfig
@@ -60,8 +61,9 @@ def has_own_reference(config: PPOConfig) -> bool:
 
 def needs_teacher(config: PPOConfig) -> bool:
     """Return whether the estimator or the loss reads a teacher."""
-    estimator = estimator_facts(config)
-    return (estimator is not None and estimator.teacher) or has_divergence(config)
+    names = [each.adv_estimator for each in algorithms_of(config.algorithm).values()]
+    taught = any(ESTIMATORS[name].teacher for name in names if name in ESTIMATORS)
+    return taught or has_divergence(config)
 
 
 def has_divergence(config: PPOConfig) -> bool:

@@ -34,6 +34,7 @@ COLUMNS = (
     *("reward_baselines", "reward_components", "process_rewards", "old_log_probs", "entropys"),
     *("sum_pi_squared", "teacher_log_probs", "ref_log_prob", "values", "advantages", "returns"),
     *("rollout_is_weights", "positive", "is_demonstration", "group_ids", "teacher_top_outcomes"),
+    *("source_weight", "source_kl_coef"),
 )
 """Columns of tensors that a batch may have: those of `protocol/fields.py` but for the preference losses'."""
 CALLED_WITH = ("data_source", "solution_str", "ground_truth", "extra_info")
@@ -360,6 +361,11 @@ def own_code_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
                 f"data.sampler: {sampler} has no {', '.join(lacks)}; a sampler has "
                 f"{', '.join(SAMPLER_METHODS)}"
             )
+    datagen = _joined(data.datagen.path, data.datagen.name)
+    if datagen:
+        yield from _called("data.datagen", datagen, "__init__(self, config)", ("config",))
+        if define(datagen).method("generate").kind == "missing":
+            yield f"data.datagen: {datagen} has no generate(self, dataset), which makes rows after each step"
     step = config.trainer.step_class
     if step:
         found = define(step)

@@ -15,6 +15,7 @@ from hybridflow.config.data import DataConfig, SamplerConfig, SFTDataConfig
 from hybridflow.config.preference import PreferenceDataConfig, RewardDataConfig
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.files import RaggedInts, Rows, as_list, load_rows
+from hybridflow.data.growing import GrowingPrompts
 from hybridflow.data.loader import (
     CurriculumSampler,
     Item,
@@ -71,14 +72,30 @@ class PromptData:
 
     @property
     def reads_batches(self) -> bool:
-        """Whether a curriculum sampler is given the finished batches."""
-        return self.train_loader is not None and isinstance(self.train_loader.sampler, CurriculumSampler)
+        """Whether a curriculum sampler or a dataset that grows is given the finished batches."""
+        loader = self.train_loader
+        return loader is not None and (
+            isinstance(loader.sampler, CurriculumSampler) or isinstance(loader.dataset, GrowingPrompts)
+        )
 
     def finish_batch(self, batch: Any) -> None:
-        """Give a finished training batch (a DataProto) to a curriculum sampler; others do not see it."""
-        if self.train_loader is not None and isinstance(self.train_loader.sampler, CurriculumSampler):
-            with blaming(f"data.sampler: {type(self.train_loader.sampler).__name__}.update"):
-                self.train_loader.sampler.update(batch)
+        """Give a finished training batch (a DataProto) to a curriculum sampler, and to a dataset that grows;
+        others do not see it.
+        """
+        loader = self.train_loader
+        if loader is None:
+            return
+        if isinstance(loader.sampler, CurriculumSampler):
+            with blaming(f"data.sampler: {type(loader.sampler).__name__}.update"):
+                loader.sampler.update(batch)
+        if isinstance(loader.dataset, GrowingPrompts):
+            loader.dataset.on_batch_end(batch)
+
+    def growth(self) -> dict[str, float]:
+        """Return the metrics of a dataset that grows; none of others."""
+        if self.train_loader is None or not isinstance(self.train_loader.dataset, GrowingPrompts):
+            return {}
+        return self.train_loader.dataset.growth()
 
 
 @dataclass(frozen=True)
@@ -191,7 +208,8 @@ def _prompt_dataset(
         rows = _rows(config, split, seed)
         if rows is None:
             return None
-        dataset = PromptDataset(rows, tokenizer, config)
+        grows = split == "train" and config.datagen.path is not None
+        dataset = (GrowingPrompts if grows else PromptDataset)(rows, tokenizer, config)
     else:
         files = _keys_of(config, split).files
         if not files:

@@ -52,6 +52,10 @@ class Rows(Sequence[Row]):
         self.source = source
         self.columns = list(dict.fromkeys(name for part in parts for name in _column_names(part)))
 
+    def plus(self, part: Sequence[Mapping[str, Any]]) -> Rows:
+        """Return these rows with those of `part` behind them."""
+        return Rows([*self._parts, part], self.source)
+
     def __len__(self) -> int:
         return sum(self._ends[-1:])
 

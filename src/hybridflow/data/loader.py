@@ -54,6 +54,17 @@ class StatefulSampler(Protocol):
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
 
+@runtime_checkable
+class GrowingDataset(Protocol):
+    """A dataset that gets further items at its end while the run goes on, and keeps them in checkpoints."""
+
+    num_given: int
+    """Items that it had at the start."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
 class ShuffledSampler:
     """Every row once an epoch, in an order keyed by (seed, "shuffle", epoch)."""
 
@@ -181,12 +192,15 @@ class StatefulLoader(Generic[Item]):
         state: dict[str, Any] = {"epoch": self.epoch, "position": self.position, "order": self._order()}
         if isinstance(self.sampler, StatefulSampler):
             state["sampler"] = self.sampler.state_dict()
+        if isinstance(self.dataset, GrowingDataset):
+            state |= {"dataset": self.dataset.state_dict(), "rows": len(self.sampler)}
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state` was taken.
 
-        Raises CheckpointError where only one of the checkpoint's and this run's samplers keeps a state.
+        Raises CheckpointError where only one of the checkpoint's and this run's samplers keeps a state, and
+        where rows were added that this run's dataset cannot take.
         """
         stateful = isinstance(self.sampler, StatefulSampler)
         if stateful != ("sampler" in state):
@@ -194,6 +208,15 @@ class StatefulLoader(Generic[Item]):
             raise CheckpointError(
                 f"the checkpoint was made {had} a sampler that keeps a state, this run has "
                 f"{type(self.sampler).__name__}; use the sampler of the checkpoint (data.sampler)"
+            )
+        if isinstance(self.dataset, GrowingDataset):
+            if "dataset" in state:
+                self.dataset.load_state_dict(state["dataset"])
+                self._set_size(min(int(state["rows"]), len(self.dataset)))
+        elif "dataset" in state:
+            raise CheckpointError(
+                "the data of the checkpoint's run had grown, and this run's do not grow: set data.datagen as "
+                "it was"
             )
         here = self._order()
         changed = [
@@ -215,14 +238,22 @@ class StatefulLoader(Generic[Item]):
 
     def _order(self) -> dict[str, Any]:
         """The values that the order of the batches depends on, for a resumed run to compare."""
+        rows = len(self.sampler)
+        if isinstance(self.dataset, GrowingDataset):
+            rows = self.dataset.num_given
         names = {
-            "number of rows": len(self.sampler),
+            "number of rows": rows,
             "batch size": self.batch_size,
             "sampler": type(self.sampler).__name__,
         }
         if isinstance(self.sampler, ShuffledSampler):
             names["seed"] = self.sampler.seed
         return names
+
+    def _set_size(self, rows: int) -> None:
+        """Set how many rows the epoch has; a sampler of the user's own sees to that itself."""
+        if isinstance(self.sampler, (ShuffledSampler, SequentialSampler)):
+            self.sampler.size = rows
 
     def _advance(self, count: int) -> None:
         self.position += count
@@ -233,6 +264,8 @@ class StatefulLoader(Generic[Item]):
     def _index_batches(self) -> Iterator[list[int]]:
         """Lists of row indices to the end of this epoch, drawn from the sampler as they are asked for."""
         own_place = isinstance(self.sampler, StatefulSampler)
+        if self.position == 0 and isinstance(self.dataset, GrowingDataset):
+            self._set_size(len(self.dataset))
         if self.position == 0 or not own_place:
             self.sampler.set_epoch(self.epoch)
         indices = iter(self.sampler)

@@ -160,22 +160,58 @@ class PromptDataset:
             self.tokenizer, self.rows.source, first, wrap=config.wrap_prompts, use="go to the model"
         )
 
+    def extend(self, rows: Sequence[Row], source: str) -> None:
+        """Add rows behind those that are there.
+
+        Rows that cannot be used are left out, counted and shown by `source`; so are those that are too long
+        with `data.truncation=error`, and those with an agent or a data source that no row before has, for
+        which the run is not set up. Raises DataError where no row can be used.
+        """
+        report = RowReport(source, len(rows))
+        self._encode(rows, report, first=len(self.rows))
+        report.close()
+        if report.overlong:
+            logger.warning("%s", report.overlong_rows("prompts", "data.max_prompt_length", self._limit))
+        self.rows = self.rows.plus(rows)
+
     def _encode_all(self) -> None:
-        limit = self.config.max_prompt_length
         report = self.report
+        self._encode(self.rows, report)
+        self.num_overlong = len(report.overlong)
+        report.close()
+        if report.overlong:
+            self._say_overlong(report.overlong_rows("prompts", "data.max_prompt_length", self._limit))
+
+    @property
+    def _limit(self) -> int:
+        return self.config.max_prompt_length
+
+    def _encode(self, rows: Sequence[Row], report: RowReport, first: int = 0) -> None:
+        """Take in the rows that can be used; `first` is the number of rows before them, which the run is set
+        up for.
+        """
+        limit = self._limit
 
         def encode(index: int, row: Row) -> Expanded:
-            if row.get("agent_name"):
-                self.agent_names.add(str(row["agent_name"]))
-            complete = complete_row(row, index, self.config)
-            self.data_sources.add(complete["data_source"])
+            complete = complete_row(dict(row), first + index, self.config)
+            for name, names in (
+                (complete.get("agent_name"), self.agent_names),
+                (complete["data_source"], self.data_sources),
+            ):
+                if first and name and str(name) not in names:
+                    raise ValueError(f"{name} is no agent, or no data source, of the rows at the start")
+                if name:
+                    names.add(str(name))
             return self._encode_row(complete)
 
-        for index, encoded in report.encoded(self.rows, encode):
+        for place, encoded in report.encoded(rows, encode):
+            index = first + place
             ids = encoded.token_ids
             has_media = self.reader is not None and self.reader.has_media(ids)
-            if report.is_overlong(index, len(ids), limit):
+            if report.is_overlong(place, len(ids), limit):
                 if self.config.filter_overlong_prompts:
+                    continue
+                if first and (has_media or self.config.truncation == "error"):
                     continue
                 if has_media and self.config.truncation != "error":
                     raise DataError(
@@ -189,10 +225,6 @@ class PromptDataset:
                 self._with_media.add(index)
             self._kept.append(index)
             self._ids.append(ids)
-        self.num_overlong = len(report.overlong)
-        report.close()
-        if report.overlong:
-            self._say_overlong(report.overlong_rows("prompts", "data.max_prompt_length", limit))
 
     def _say_overlong(self, text: str) -> None:
         if self.config.filter_overlong_prompts:

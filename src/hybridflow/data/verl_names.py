@@ -29,6 +29,7 @@ HOMES = {
     VERL: "hybridflow",
     "verl.experimental.agent_loop": "hybridflow.agent.agent_loop",
     "verl.experimental.agent_loop.agent_loop": "hybridflow.agent.agent_loop",
+    "verl.utils.dataset.dynamicgen_dataset": "hybridflow.data.growing",
     SCORES: "hybridflow.rewards.load",
     f"{SCORES}.math_reward": "hybridflow.rewards.functions.math",
     f"{SCORES}.geo3k": "hybridflow.rewards.functions.geometry3k",

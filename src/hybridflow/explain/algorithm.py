@@ -220,6 +220,9 @@ def _advantage(run: ExplainedRun) -> Section:
     if needs_teacher(run.config):
         teacher = run["distillation.teacher_model.path"] or "not set yet"
         lines.append(f"the teacher: distillation.teacher_model.path={teacher}")
+    for source, entry in run["algorithm.by_source"].items():
+        told = ", ".join(f"{key}={shown(value)}" for key, value in entry.items())
+        lines.append(f"rows of the data source {source} are learned from apart: {told}")
     return Section(f"the advantage: algorithm.adv_estimator={name}", tuple(lines), (formula,))
 
 

@@ -83,6 +83,10 @@ advantages | B,R | float32 | score | advantages | policy losses | better than ex
 returns | B,R | float32 | score | advantages | value loss | what the value should have been
 rollout_is_weights | B,R | float32 | ratio | correction | policy losses | \
 importance against the rollout policy
+source_weight | B | float32 | | driver | losses | weight of the row's data source in the loss, where \
+algorithm.by_source gives one
+source_kl_coef | B | float32 | | driver | losses | coefficient of the KL in the loss, where \
+algorithm.by_source gives one
 positive | B | bool | | driver | losses | the response is right (acc is 1): the positive-example loss reads it
 is_demonstration | B | bool | | trajectories | advantages, metrics | \
 SPIN: the data's answer, not a sampled one

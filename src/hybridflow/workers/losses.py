@@ -144,9 +144,13 @@ def policy_loss(
             else:
                 estimate = kl_estimate(log_prob, rows["ref_log_prob"], config.kl_loss_type, mask)
             kl = aggregate(estimate, mask, mode, shares, config.loss_scale_factor)
-            total = total + config.kl_loss_coef * kl
             metrics.add_sum("actor/kl_loss", kl.detach())
-            metrics.add_last("actor/kl_coef", config.kl_loss_coef)
+            if "source_kl_coef" in rows:
+                charged = zero_outside(estimate, mask) * rows["source_kl_coef"].unsqueeze(-1)
+                total = total + aggregate(charged, mask, mode, shares, config.loss_scale_factor)
+            else:
+                total = total + config.kl_loss_coef * kl
+                metrics.add_last("actor/kl_coef", config.kl_loss_coef)
             clamped = clamped_tokens(estimate, config.kl_loss_type)
             if clamped is not None:
                 metrics.add_mean("actor/kl_clamped_fraction", clamped.sum(), mask.sum())
@@ -185,9 +189,12 @@ def critic_loss(config: CriticConfig, scale: LossScale, loss_scale_factor: float
 
 def of_micro_batch(scale: LossScale, micro: DataProto) -> LossScale:
     """Return the counts of the mini-batch with the weights of the rows of one of its micro-batches."""
-    if "trajectory_rows" in micro:
-        return replace(scale, trajectory_rows=micro.batch["trajectory_rows"])
-    return scale
+    rows = micro.batch
+    return replace(
+        scale,
+        trajectory_rows=rows.get("trajectory_rows", None),
+        row_weights=rows.get("source_weight", None),
+    )
 
 
 def sft_loss(scale: LossScale) -> LossFn:

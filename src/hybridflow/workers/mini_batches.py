@@ -103,7 +103,9 @@ def mini_batches(
             several = rows_of_trajectories(trajectories)
             if several is not None:
                 mini |= DataProto.from_dict({"trajectory_rows": several})
-        yield mini, LossScale.count(mini.batch["loss_mask"], mini.batch.get("positive", None), trajectories)
+        weights = mini.batch.get("source_weight", None)
+        positive = mini.batch.get("positive", None)
+        yield mini, LossScale.count(mini.batch["loss_mask"], positive, trajectories, weights)
 
 
 def add_update(metrics: Metrics, found: Metrics) -> None:

@@ -6,9 +6,11 @@ estimator or loss (`path.py:name`), so nothing is refused there.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 from hybridflow.algorithms.catalog import ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
+from hybridflow.config.by_source import algorithms_of, sources_of
 from hybridflow.config.needs import (
     estimator_facts,
     has_divergence,
@@ -17,6 +19,7 @@ from hybridflow.config.needs import (
     tells_top_outcomes,
     wants_full_kl,
 )
+from hybridflow.config.own_code import own_algorithm_problems
 from hybridflow.config.root import PPOConfig
 from hybridflow.config.thresholds import parse_is_threshold, read_rejection
 from hybridflow.errors import ConfigError
@@ -73,6 +76,36 @@ def partner_problems(config: PPOConfig) -> Iterator[str]:
                 f"algorithm.adv_estimator={estimator} with {LOSS}={loss}: loss {special} goes with "
                 f"algorithm.adv_estimator={' or '.join(partners)} only, and they go with no other loss: set "
                 "both, or neither"
+            )
+
+
+def source_problems(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each problem of a data source's algorithm, and where sources cannot be mixed."""
+    entries = sources_of(config.algorithm)
+    run = dict.fromkeys(line for rule in OF_A_SOURCE for line in rule(config))
+    partners = [name for facts in POLICY_LOSSES.values() for name in facts.estimators]
+    for source, algorithm in algorithms_of(config.algorithm).items() if entries else ():
+        where = (
+            f"algorithm.by_source, {source}" if source is not None else "algorithm.by_source, all other rows"
+        )
+        name = algorithm.adv_estimator
+        facts = ESTIMATORS.get(name)
+        if name in partners or (
+            facts and (facts.critic or facts.process_rewards or facts.greedy_rows or facts.demonstration_rows)
+        ):
+            yield (
+                f"{where}: adv_estimator={name} needs a model, a loss or rows of its own, which only a whole "
+                "run has: set another one, for example grpo, rloo or reinforce_plus_plus"
+            )
+            continue
+        own = replace(config, algorithm=algorithm)
+        lines = dict.fromkeys(line for rule in OF_A_SOURCE for line in rule(own))
+        yield from (f"{where}: {line}" for line in lines if line not in run)
+    for source, entry in entries.items():
+        if entry.kl_loss_coef is not None and not config.actor_rollout_ref.actor.use_kl_loss:
+            yield (
+                f"algorithm.by_source, {source}: kl_loss_coef={entry.kl_loss_coef} is a coefficient of the "
+                f"KL in the loss, and {ACTOR}.use_kl_loss=false: set it to true"
             )
 
 
@@ -307,3 +340,14 @@ def thresholds(config: PPOConfig) -> Iterator[str]:
         yield str(error)
     if correction.rollout_rs is not None:
         yield from read_rejection(correction.rollout_rs, correction.rollout_rs_threshold)[1]
+
+
+OF_A_SOURCE: tuple[Callable[[PPOConfig], Iterator[str]], ...] = (
+    name_problems,
+    estimator_problems,
+    gdpo_problems,
+    score_problems,
+    correction_problems,
+    own_algorithm_problems,
+)
+"""The rules that look at an estimator and its keys, which each data source has to follow."""

@@ -5,9 +5,10 @@ resolved config, the paths that the user set ──ppo_notes──► one line f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 
 from hybridflow.algorithms.catalog import ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts
+from hybridflow.config.by_source import algorithms_of
 from hybridflow.config.checks.rollout import agent_notes
 from hybridflow.config.layout import share_a_pool
 from hybridflow.config.needs import (
@@ -76,10 +77,11 @@ def _names(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     """Keys of other estimators and losses, and clip bounds that are not those of the loss's paper."""
     actor = config.actor_rollout_ref.actor
     estimator = config.algorithm.adv_estimator
+    estimators = [each.adv_estimator for each in algorithms_of(config.algorithm).values()]
     loss = actor.policy_loss.loss_mode
     facts = loss_facts(config)
-    yield from _read_by_others("algorithm.adv_estimator", estimator, ESTIMATORS, given)
-    yield from _read_by_others(f"{ACTOR}.policy_loss.loss_mode", loss, POLICY_LOSSES, given)
+    yield from _read_by_others("algorithm.adv_estimator", estimators, ESTIMATORS, given)
+    yield from _read_by_others(f"{ACTOR}.policy_loss.loss_mode", [loss], POLICY_LOSSES, given)
     if estimator in ESTIMATORS and config.algorithm.options:
         yield f"algorithm.options is read by estimators of your own only: algorithm.adv_estimator={estimator}"
     if facts is not None and facts.clip is not None and (actor.clip_low, actor.clip_high) != facts.clip:
@@ -90,18 +92,20 @@ def _names(config: PPOConfig, given: Set[str]) -> Iterator[str]:
 
 
 def _read_by_others(
-    choice: str, name: str, table: Mapping[str, EstimatorFacts | LossFacts], given: Set[str]
+    choice: str, names: Sequence[str], table: Mapping[str, EstimatorFacts | LossFacts], given: Set[str]
 ) -> Iterator[str]:
-    """Keys that set an argument of others in a table, and none of the one that the run has."""
-    if name not in table:
+    """Keys that set an argument of others in a table, and none of those that the run has, the first by
+    `choice`.
+    """
+    if not table.keys() >= set(names):
         return
     for path, arguments in arguments_of_keys(PPOConfig).items():
         if not is_given(path, given):
             continue
         readers = [other for other, facts in table.items() if arguments & set(facts.reads)]
-        if readers and name not in readers:
+        if readers and not set(names) & set(readers):
             named = " and ".join(filter(None, (", ".join(readers[:-1]), readers[-1])))
-            yield f"{path} is read by {named} only: {choice}={name}"
+            yield f"{path} is read by {named} only: {choice}={names[0]}"
 
 
 def _kl_and_reference(config: PPOConfig) -> Iterator[str]:

@@ -157,6 +157,8 @@ def plugins_of_data(config: PPOConfig) -> Iterator[str]:
     yield from plugin_problem("trainer.step_class", config.trainer.step_class)
     yield from plugin_problem("reward.custom_reward_function.path", reward.path, reward.name)
     yield from plugin_problem("data.custom_cls.path", data.path, data.name, needs_name="data.custom_cls.name")
+    made = config.data.datagen
+    yield from plugin_problem("data.datagen.path", made.path, made.name, needs_name="data.datagen.name")
     yield from plugin_problem(
         "data.sampler.class_path",
         sampler.class_path,
@@ -253,6 +255,7 @@ RULES: Mapping[type, Mapping[str, tuple[Rule, ...]]] = {
             algorithm.name_problems,
             algorithm.estimator_problems,
             algorithm.partner_problems,
+            algorithm.source_problems,
             algorithm.pair_problems,
             algorithm.gdpo_problems,
             algorithm.score_problems,

@@ -33,6 +33,7 @@ from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.episodes.agents import Agents
 from hybridflow.episodes.failures import Failures
 from hybridflow.episodes.pipeline import RolloutPipeline
+from hybridflow.episodes.planning import BASELINES, DEMONSTRATIONS
 from hybridflow.episodes.rollout_traces import rollout_traces
 from hybridflow.errors import ConfigError
 from hybridflow.observability.progress import progress
@@ -40,7 +41,7 @@ from hybridflow.protocol import DataProto
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.trainer.models import check_reference_tokens
-from hybridflow.trainer.ppo.columns import KLController, find_estimator, kl_controller
+from hybridflow.trainer.ppo.columns import KLController, find_estimator, find_estimators, kl_controller
 from hybridflow.trainer.ppo.exact import ExactState, settle_exact, settle_prompts
 from hybridflow.trainer.ppo.model_rewards import add_reward_model
 from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer
@@ -113,6 +114,10 @@ on to the bit.
 """
 
 
+OF_A_WHOLE_RUN = ("values", "process_rewards", BASELINES, DEMONSTRATIONS)
+"""Columns that an estimator for the rows of some data sources cannot read."""
+
+
 @contextmanager
 def build(config: PPOConfig, *, patience: float = 0.0) -> Iterator[PPOTrainer]:
     """Build everything a run needs; processes, files and the run folder are released when the context ends,
@@ -137,7 +142,7 @@ def build(config: PPOConfig, *, patience: float = 0.0) -> Iterator[PPOTrainer]:
                 demonstrations="is_demonstration" in find_estimator(config.algorithm).needs,
             )
         _refuse_pictures(config, data)
-        _refuse_idle_teachers(config, data)
+        _refuse_idle_sources(config, data)
         journal = Journal.of_run(config)
         if journal is not None:
             # a restart of the same command has patience: its episodes go on also where it has no checkpoint
@@ -157,6 +162,14 @@ def _check_own_algorithms(config: PPOConfig) -> None:
     estimator = find_estimator(config.algorithm).function
     loss = find_policy_loss(config.actor_rollout_ref.actor).function
     raise_all(list(own_algorithm_problems(config, definition_of(estimator), definition_of(loss))))
+    if not config.algorithm.by_source:
+        return
+    for source, each in find_estimators(config.algorithm).items():
+        if alone := [name for name in each.needs if name in OF_A_WHOLE_RUN]:
+            raise ConfigError(
+                f"algorithm.by_source, {source or 'all other rows'}: estimator {each.name} needs "
+                f"{', '.join(alone)}, which only a whole run has: set another one"
+            )
 
 
 def _refuse_pictures(config: PPOConfig, data: PromptData) -> None:
@@ -167,17 +180,22 @@ def _refuse_pictures(config: PPOConfig, data: PromptData) -> None:
         raise ConfigError(f"the data has pictures, and {reason}")
 
 
-def _refuse_idle_teachers(config: PPOConfig, data: PromptData) -> None:
-    """Raise ConfigError for a teacher of a data source that no row has."""
+def _refuse_idle_sources(config: PPOConfig, data: PromptData) -> None:
+    """Raise ConfigError for a teacher or an algorithm of a data source that no row has."""
     sources = data.data_sources
     if sources is None:
         return
-    for name in config.distillation.teachers:
-        if name not in sources:
-            raise ConfigError(
-                f"distillation.teachers: no row has the data source {shown(name)}; the data has "
-                f"{', '.join(map(shown, sorted(sources)))}: name one of these"
-            )
+    named = {
+        "distillation.teachers": [*config.distillation.teachers],
+        "algorithm.by_source": [*config.algorithm.by_source],
+    }
+    for key, names in named.items():
+        for name in names:
+            if name not in sources:
+                raise ConfigError(
+                    f"{key}: no row has the data source {shown(name)}; the data has "
+                    f"{', '.join(map(shown, sorted(sources)))}: name one of these"
+                )
 
 
 def _trainer(
@@ -257,7 +275,7 @@ def _trainer(
             only_validates=config.trainer.val_only,
             keeping=kept.keeping if config.trainer.keep_rows else not_kept,
             after_update=partial(_finish_batch, source, data),
-            log_samples=partial(_further_metrics, samples, predictor),
+            log_samples=partial(_further_metrics, samples, predictor, data),
             profiling=StepProfiler(config.global_profiler, roles.all, run.folder.path),
         )
         # have the traces of collectors sent, and log the failures of the run, unless it only made batches
@@ -270,12 +288,15 @@ def _trainer(
 def _further_metrics(
     samples: SampleLog,
     predictor: Predictor | None,
+    data: PromptData,
     batch: DataProto,
     values: Mapping[str, float],
     step: int,
 ) -> dict[str, float]:
-    """Keep the samples of a step; return their metrics, and the predicted times of the step."""
-    found = samples.training(batch, values, step)
+    """Keep the samples of a step; return their metrics, the size of data that grow, and the predicted times
+    of the step.
+    """
+    found = samples.training(batch, values, step) | data.growth()
     if predictor is not None:
         found |= predictor(batch, values)
     return found
@@ -300,7 +321,7 @@ def _replay_buffer(config: PPOConfig, tokenizer: Tokenizer, source: SyncSource) 
 
 
 def _finish_batch(source: SyncSource, data: PromptData, batch: DataProto) -> None:
-    """Update the sampler by a trained batch."""
+    """Update the sampler, and data that grow, by a trained batch."""
     with source.reading:
         data.finish_batch(batch)
 

@@ -9,6 +9,7 @@ There are columns that the driver does without: some stay with a collector, and 
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from hybridflow.algorithms.resampling import resample_rows
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.algorithm import AlgorithmConfig, PFPPOConfig
+from hybridflow.config.by_source import algorithms_of
 from hybridflow.config.needs import tells_top_outcomes
 from hybridflow.config.own_code import estimator_fault
 from hybridflow.config.source_code import shown
@@ -72,6 +74,11 @@ def find_estimator(algorithm: AlgorithmConfig) -> AdvantageEstimator:
     return estimator
 
 
+def find_estimators(algorithm: AlgorithmConfig) -> dict[str | None, AdvantageEstimator]:
+    """Return the estimator of each data source that has its own, and under None that of all other rows."""
+    return {source: find_estimator(each) for source, each in algorithms_of(algorithm).items()}
+
+
 def loss_columns(config: PPOConfig) -> list[str]:
     """Return the columns that this run's policy loss reads beside those that every one reads."""
     actor = config.actor_rollout_ref.actor
@@ -82,6 +89,8 @@ def loss_columns(config: PPOConfig) -> list[str]:
         columns.add("ref_log_prob")
     if tells_top_outcomes(config):
         columns.add(TOP_OUTCOMES)
+    if config.algorithm.by_source:
+        columns |= {"source_weight", "source_kl_coef"}
     if loss.keeps_groups:
         columns.add("group_ids")  # micro-batches are cut by them
     if actor.positive_lm_loss_coef:
@@ -324,15 +333,15 @@ def needs_whole_rows(config: PPOConfig) -> bool:
 
 
 def columns_fetched(
-    config: PPOConfig, estimator: AdvantageEstimator, loss: PolicyLoss
+    config: PPOConfig, estimators: Collection[AdvantageEstimator], loss: PolicyLoss
 ) -> frozenset[str] | None:
     """Return the remote columns that the driver computes with in every step; None means all.
 
     PF-PPO draws rows again, with all their columns.
     """
-    if config.algorithm.use_pf_ppo or estimator.takes_all:
+    if config.algorithm.use_pf_ppo or any(estimator.takes_all for estimator in estimators):
         return None
-    columns = {*estimator.needs, *estimator.takes}
+    columns = {name for estimator in estimators for name in (*estimator.needs, *estimator.takes)}
     if config.critic.enable:
         columns.add("values")  # which are measured
     if config.algorithm.use_kl_in_reward:

@@ -57,6 +57,35 @@ def batch_metrics(batch: DataProto, *, has_critic: bool) -> Metrics:
     return metrics
 
 
+OF_A_SOURCE = {
+    "critic/score/": "score/",
+    "critic/advantages/": "advantages/",
+    "response_length/": "response_length/",
+    "training/zero_variance_groups": "zero_variance_groups",
+    "training/num_trajectories": "num_trajectories",
+}
+"""Beginnings of the names of the metrics that `source_metrics` gives, and what it calls them."""
+
+
+def source_metrics(batch: DataProto) -> Metrics:
+    """Return by_source/{source}/…, those of `batch_metrics` that `OF_A_SOURCE` lists, for each data source,
+    and token_share, the part that its tokens have in the weights of all tokens that are learned from.
+    """
+    metrics = Metrics()
+    tokens = batch.batch["loss_mask"].sum(-1).double()
+    if "source_weight" in batch:
+        tokens = tokens * batch.batch["source_weight"]
+    sources = batch.non_tensor_batch["data_source"]
+    for source in dict.fromkeys(sources):
+        own = torch.tensor([each == source for each in sources])
+        for name, value in batch_metrics(batch.select_idxs(own), has_critic=False).to_floats().items():
+            for begins, short in OF_A_SOURCE.items():
+                if name.startswith(begins):
+                    metrics.add_last(f"by_source/{source}/{short}{name.removeprefix(begins)}", value)
+        metrics.add_mean(f"by_source/{source}/token_share", tokens[own].sum(), tokens.sum())
+    return metrics
+
+
 def equal_groups(uids: Sequence[str], scores: Tensor) -> tuple[int, int]:
     """Return how many groups of several scores [n] have equal ones, and how many such groups there are."""
     groups: dict[str, list[float]] = {}

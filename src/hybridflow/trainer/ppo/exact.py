@@ -22,7 +22,7 @@ from hybridflow.config.needs import longest_row
 from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.errors import ConfigError
 from hybridflow.models.exact_mode import ExactMode
-from hybridflow.trainer.ppo.columns import find_estimator
+from hybridflow.trainer.ppo.columns import find_estimators
 from hybridflow.trainer.roles.parallel_layout import may_share_prompts
 from hybridflow.trainer.roles.roles import Roles
 from hybridflow.workers import ActorWorker, ReferenceWorker, RolloutWorker
@@ -159,7 +159,9 @@ def _no_reuse(config: PPOConfig) -> str | None:
             "greedy tokens have log-probs at temperature 1, and training computes them at "
             f"{rollout.temperature}: set temperature=1"
         )
-    if rollout.exact == "auto" and "sum_pi_squared" in find_estimator(config.algorithm).needs:
+    if rollout.exact == "auto" and any(
+        "sum_pi_squared" in each.needs for each in find_estimators(config.algorithm).values()
+    ):
         return (
             f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs the pass that exact mode saves"
         )

@@ -27,12 +27,11 @@ from hybridflow.protocol.packing import ROUTES, TOP_OUTCOMES
 from hybridflow.protocol.prompt import MEDIA
 from hybridflow.protocol.randomness import generator
 from hybridflow.stop_token import stop_token
+from hybridflow.trainer.ppo.by_source import SourceAdvantages
 from hybridflow.trainer.ppo.columns import (
     KLController,
     apply_kl_penalty,
     columns_fetched,
-    estimate_advantages,
-    find_estimator,
     identify,
     leave_out_unpaired,
     resample,
@@ -86,10 +85,11 @@ class PPOStep:
         roles.actor.backend.driver_bytes()  # from now on they are those of steps
         self.side_by_side = Overlap(roles.are_colocated, timer, roles.alone)
         # once: a user's file may be edited while the run goes on
-        self.estimator = find_estimator(config.algorithm)
+        self.advantages = SourceAdvantages(config)
+        estimators = self.advantages.estimators.values()
         self.loss = find_policy_loss(config.actor_rollout_ref.actor)
-        self.read_here = columns_fetched(config, self.estimator, self.loss)
-        squares = "sum_pi_squared" in self.estimator.needs
+        self.read_here = columns_fetched(config, estimators, self.loss)
+        squares = any("sum_pi_squared" in each.needs for each in estimators)
         self.old_log_probs = OldLogProbs(roles, config, exact=exact, with_sum_pi_squared=squares)
 
     def __call__(self, batch: DataProto, step: int) -> tuple[DataProto, Metrics]:
@@ -117,7 +117,7 @@ class PPOStep:
             rewards, kl = apply_kl_penalty(batch, self.config.algorithm, self.kl_controller, len(own))
             batch |= rewards  # token_level_rewards
             batch = self._correct_rollout(batch, metrics)  # rollout_is_weights, a narrower loss_mask
-            batch |= estimate_advantages(batch, self.config, self.estimator)  # advantages, returns
+            batch |= self.advantages(batch)  # advantages, returns; of several sources their weights
         if batch is not own:
             add_columns(own, batch)
         metrics.update(kl)
@@ -230,6 +230,7 @@ class PPOStep:
         """Return the metrics of the step's own rows, and how stale the tokens of all rows are."""
         metrics = batch_metrics(own, has_critic=self.roles.critic is not None)
         metrics.update(old.metrics)
+        metrics.update(self.advantages.measure(own))
         metrics.update(staleness_metrics(batch, self.roles.actor.version))
         metrics.update(self.roles.actor.measure(batch, old.off_policy))
         return metrics

@@ -15,7 +15,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from hybridflow.algorithms.advantages import AdvantageEstimator
 from hybridflow.algorithms.kl import FixedKLController
 from hybridflow.config import PPOConfig
 from hybridflow.config.needs import replayed_steps
@@ -30,12 +29,8 @@ from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.early_checks import refuse_model
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rewards.result import ScoreRequest
-from hybridflow.trainer.ppo.columns import (
-    apply_kl_penalty,
-    estimate_advantages,
-    find_estimator,
-    leave_out_unpaired,
-)
+from hybridflow.trainer.ppo.by_source import SourceAdvantages
+from hybridflow.trainer.ppo.columns import apply_kl_penalty, leave_out_unpaired
 from hybridflow.trainer.replay.kept_rows import HOW_TO_KEEP, KeptRows, KeptStep, config_of
 from hybridflow.workers.losses import find_policy_loss, policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, add_update, mini_batches
@@ -75,10 +70,11 @@ def reverify(run: Path, reward: str | None, estimator: str | None, step: int | N
             f"the run has a replay buffer (algorithm.pf_ppo.max_age={replayed_steps(config)}): advantages "
             "were computed over the rows of several steps together, so one step cannot be judged by itself"
         )
-    found = find_estimator(config.algorithm)
-    if reward is not None and "reward_baselines" in found.needs:
+    found = SourceAdvantages(config)
+    general = found.estimators[None]
+    if reward is not None and "reward_baselines" in general.needs:
         raise ConfigError(
-            f"{found.name} needs the reward of greedy responses, which are not kept: choose another "
+            f"{general.name} needs the reward of greedy responses, which are not kept: choose another "
             "--estimator"
         )
     logged = read_metrics(run / METRICS_FILE)
@@ -95,7 +91,7 @@ def reverified_config(run: Path, reward: str | None, estimator: str | None) -> P
     config = config_of(run, trains=False)
     algorithm = config.algorithm
     if estimator is not None:
-        algorithm = replace(algorithm, adv_estimator=estimator)
+        algorithm = replace(algorithm, adv_estimator=estimator, by_source={})
     rewards = config.reward
     if reward is not None:
         custom = replace(rewards.custom_reward_function, path=reward)
@@ -107,7 +103,7 @@ def reverified_config(run: Path, reward: str | None, estimator: str | None) -> P
 def _judge(
     kept: KeptStep,
     config: PPOConfig,
-    estimator: AdvantageEstimator,
+    advantages: SourceAdvantages,
     manager: RewardManager,
     coefficient: float,
 ) -> Judged:
@@ -119,17 +115,18 @@ def _judge(
     if (loss.keeps_groups or loss.learns_from is not None) and kept.given_loss_mask is not None:
         anew.batch["loss_mask"] = kept.given_loss_mask
     anew = _rescored(anew, config, manager)
-    for name in ("token_level_rewards", "advantages", "returns"):
+    for name in ("token_level_rewards", "advantages", "returns", "source_weight", "source_kl_coef"):
         if name in anew:
             anew.pop([name])
     anew |= apply_kl_penalty(anew, config.algorithm, FixedKLController(coefficient))[0]
-    missing = [name for name in estimator.needs if name in _OF_MODELS and name not in anew]
-    if missing:
-        raise ConfigError(
-            f"{estimator.name} needs {', '.join(missing)}, which the rows do not have: choose another "
-            "--estimator"
-        )
-    anew |= estimate_advantages(anew, config, estimator)
+    for estimator in advantages.estimators.values():
+        missing = [name for name in estimator.needs if name in _OF_MODELS and name not in anew]
+        if missing:
+            raise ConfigError(
+                f"{estimator.name} needs {', '.join(missing)}, which the rows do not have: choose another "
+                "--estimator"
+            )
+    anew |= advantages(anew)
     leave_out_unpaired(anew, loss)
     scores = [rows.batch["token_level_scores"].sum(-1) for rows in (stored, anew)]
     losses = None

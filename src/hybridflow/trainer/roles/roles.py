@@ -12,7 +12,7 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.needs import needs_reference, needs_teacher
 from hybridflow.controller import Backend, Factories, RankInfo, Worker, WorkerGroup, WorkerHost
 from hybridflow.protocol.packing import ROUTES
-from hybridflow.trainer.ppo.columns import find_estimator, loss_columns
+from hybridflow.trainer.ppo.columns import find_estimator, find_estimators, loss_columns
 from hybridflow.trainer.roles.parallel_layout import dealt_by
 from hybridflow.trainer.roles.role_builders import RoleBuilders, RunFacts
 from hybridflow.workers import (
@@ -164,7 +164,7 @@ def needed_roles(config: PPOConfig) -> list[str]:
     So a user's own function gets a reference, a teacher or a process reward model by having `ref_log_prob`,
     `teacher_log_probs` or `process_rewards` among its arguments.
     """
-    estimator = find_estimator(config.algorithm)
+    estimators = find_estimators(config.algorithm).values()
     loss = find_policy_loss(config.actor_rollout_ref.actor)
-    named = {*estimator.needs, *estimator.takes, *loss.keywords}
+    named = {name for each in estimators for name in (*each.needs, *each.takes)} | {*loss.keywords}
     return [spec.name for spec in ROLES if spec.needed(config, named)]

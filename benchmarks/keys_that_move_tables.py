@@ -207,6 +207,7 @@ SHARED: Mapping[str, list[Trial]] = {
     "optim.total_training_steps": [Trial((8,), {".lr_scheduler_type": "linear"})],
     "model.lora_rank": [Trial((4,))],
     "model.lora_alpha": [Trial((64,), ADAPTERS)],
+    "model.lora_dropout": [Trial((0.5,), ADAPTERS)],
     "model.target_modules": [Trial((["q_proj"],), ADAPTERS)],
     "model.exclude_modules": [Trial((["q_proj"],), ADAPTERS)],
     "grad_clip": [Trial((1e-3,)), Trial((None,), {".grad_clip": 1e-3}, alone=False)],

@@ -129,7 +129,7 @@ def token_keys(packed: PackedBatch, seed: int) -> Tensor:
     positions = torch.arange(len(ids), device=ids.device) - starts
     sums = _mix(ids + (positions << 32)).cumsum(0)
     before = torch.cat([sums.new_zeros(1), sums])[starts]
-    keys: Tensor = _mix(sums - before + seed)
+    keys = _mix(sums - before + seed)
     if packed.places is not None:
         keys = keys.new_empty(packed.num_tokens).index_put((packed.places.to(ids.device),), keys)
     return keys
@@ -139,9 +139,11 @@ def _mix(state: Tensor) -> Tensor:
     """Return the hash of 64-bit numbers that ends a step of SplitMix64; products wrap around."""
     state = (state ^ _shifted(state, 30)) * _FIRST
     state = (state ^ _shifted(state, 27)) * _SECOND
-    return state ^ _shifted(state, 31)
+    found: Tensor = state ^ _shifted(state, 31)
+    return found
 
 
 def _shifted(state: Tensor, by: int) -> Tensor:
     """Shift to the right as an unsigned number, which int64 is not."""
-    return (state >> by) & (2 ** (64 - by) - 1)
+    found: Tensor = (state >> by) & (2 ** (64 - by) - 1)
+    return found

@@ -36,6 +36,7 @@ from hybridflow.episodes.planning import (
     DEMONSTRATIONS,
     demonstration_sample,
     greedy_sample,
+    shows_data,
     training_requests,
     validation_requests,
 )
@@ -241,7 +242,7 @@ class RolloutPipeline:
             first = ByTrajectory(batch).first_rows
             penalties = penalties[first][samples[first] < greedy]
             metrics.add_mean("training/overlong_reward/mean", penalties.sum(), len(penalties))
-        if DEMONSTRATIONS in self.needs:
+        if shows_data(self.config, self.needs):
             batch |= DataProto.from_dict({DEMONSTRATIONS: samples == demonstration_sample(self.config)})
         if BASELINES in self.needs:
             batch = _baselines_as_column(batch, samples == greedy)

@@ -95,8 +95,10 @@ def training_requests(
         requests += one_more_each(sampled, greedy, first_row=len(sampled), sample=greedy_sample(config))
     if DEMONSTRATIONS in needs:
         given += sampled
-    sample = demonstration_sample(config)
-    return requests, one_more_each(given, sampling, first_row=len(requests), sample=sample)
+    if given.requests:
+        sample = demonstration_sample(config)
+        given = one_more_each(given, sampling, first_row=len(requests), sample=sample)
+    return requests, given
 
 
 def validation_requests(

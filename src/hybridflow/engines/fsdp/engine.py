@@ -71,7 +71,8 @@ class FSDPEngine(MicroBatchEngine):
         self.fsdp = fsdp
         self.compute_dtypes = compute_dtypes or {}
         self.activations = activations
-        self._dropout = TokenKeys.of(module)
+        self.dropout = TokenKeys.of(module)
+        """What adapters drop in updates, or None where they drop nothing."""
         optimizer: MasterAdamW | None = None
         if optim is not None:
             optimizer = MasterAdamW(
@@ -101,8 +102,8 @@ class FSDPEngine(MicroBatchEngine):
         with self.offloader.parameters(), ExitStack() as stack:
             if training:
                 stack.enter_context(self.offloader.masters())
-            if self._dropout is not None:
-                stack.callback(self._dropout.clear)
+            if self.dropout is not None:
+                stack.callback(self.dropout.clear)
             yield
 
     def _forward_all(
@@ -122,7 +123,8 @@ class FSDPEngine(MicroBatchEngine):
             if self.mesh is not None:
                 last = number == len(micros)
                 before_micro_batch(self.module, last=last, keep_gathered=not self.fsdp.reshard_after_forward)
-            self.choose_dropout(micro.packed)
+            if self.dropout is not None:
+                self.choose_dropout(micro.packed)
             with self.activations_kept():
                 answers = outputs_of(self.module, micro.packed, spec)
             share = sums.share(micro, answers, loss)
@@ -134,12 +136,9 @@ class FSDPEngine(MicroBatchEngine):
             load.add_to(sums.metrics, self.name)
 
     def choose_dropout(self, packed: PackedBatch) -> None:
-        """Let adapters drop their part of the inputs, where they do, in the next passes, which are over
-        `packed`.
-        """
-        if self._dropout is not None:
-            assert isinstance(self.module, (PolicyModel, ValueModel)), "adapters are in one of these"
-            self._dropout.choose(self.module, packed, self.num_steps)
+        """Let adapters drop their part of the inputs in the next passes, which are over `packed`."""
+        assert self.dropout is not None and isinstance(self.module, (PolicyModel, ValueModel))
+        self.dropout.choose(self.module, packed, self.num_steps)
 
     def _apply(self, lr: float) -> None:
         with self.offloader.moments():

@@ -158,6 +158,13 @@ TEACHER: Settings = {
     ESTIMATOR: "on_policy_distillation",
     "distillation.teacher_model.path": "{folder}/teacher",
 }
+MIXED: Settings = {
+    **TEACHER,
+    f"{DIVERGENCE}.loss_mode": "jsd",
+    f"{DIVERGENCE}.use_task_rewards": False,
+    f"{ROLLOUT}.n": 1,
+    "data.max_response_length": 40,
+}
 
 ROLES: Mapping[str, Settings] = {
     f"{DIVERGENCE}.": {**TEACHER, f"{DIVERGENCE}.loss_mode": "jsd_topk", f"{DIVERGENCE}.topk": 4},
@@ -207,6 +214,7 @@ SHARED: Mapping[str, list[Trial]] = {
     "optim.total_training_steps": [Trial((8,), {".lr_scheduler_type": "linear"})],
     "model.lora_rank": [Trial((4,))],
     "model.lora_alpha": [Trial((64,), ADAPTERS)],
+    "model.lora_dropout": [Trial((0.5,), ADAPTERS)],
     "model.target_modules": [Trial((["q_proj"],), ADAPTERS)],
     "model.exclude_modules": [Trial((["q_proj"],), ADAPTERS)],
     "grad_clip": [Trial((1e-3,)), Trial((None,), {".grad_clip": 1e-3}, alone=False)],
@@ -332,6 +340,7 @@ TRIALS: Mapping[str, list[Trial]] = {
     f"{JUDGE}.step_reduce": [
         Trial((), {".kind": "token_score", ".model.path": "{folder}/steps", ".step_separator": "N"}),
     ],
+    "distillation.lmbda": [Trial((0.3,), MIXED)],
     f"{DIVERGENCE}.jsd_beta": [Trial((0.2,))],
     f"{DIVERGENCE}.loss_max_clamp": [Trial((0.01,))],
     "trainer.critic_warmup": [Trial((1,), {ESTIMATOR: "gae", STEPS: 2})],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import compress
 
 from hybridflow.agent.collate import GROUPS_PER_STEP
 from hybridflow.agent.episode import reward_facts
@@ -48,6 +49,15 @@ class RequestBatch:
             self.rows + other.rows,
             self.groups + other.groups,
             self.samples + other.samples,
+        )
+
+    def chosen(self, flags: Sequence[bool]) -> RequestBatch:
+        """Return the requests whose flag is true, with all that belongs to them."""
+        return RequestBatch(
+            list(compress(self.requests, flags)),
+            list(compress(self.rows, flags)),
+            list(compress(self.groups, flags)),
+            list(compress(self.samples, flags)),
         )
 
     def trajectory(self, place: int, output: GenerationOutput, tokenizer: Tokenizer) -> Trajectory:

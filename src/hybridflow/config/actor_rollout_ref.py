@@ -575,6 +575,7 @@ class RolloutConfig(LogProbLimits, SamplingKeys):
         excludes(f"{ACTOR}.use_prefix_grouper=true", "log-probs would not be equal to the bit", at="=true"),
         excludes("algorithm.rollout_correction.bypass_mode", "log-probs would not be compared", at="=true"),
         excludes(".skip.enable", "dumped log-probs are those of other weights than the actor's", at="=true"),
+        excludes("actor_rollout_ref.model.lora_dropout", "updates have other log-probs than it", at="=true"),
     )
     exact_check_rows: int = key(
         16,
@@ -586,6 +587,11 @@ class RolloutConfig(LogProbLimits, SamplingKeys):
         "Leave the pass for the old log-probs out of a step in which exact_check_rows rows differ by at "
         "most this many nats; null: never.",
         read_by("algorithm.rollout_correction.bypass_mode=false", "it always takes the rollout's log-probs"),
+        excludes(
+            "actor_rollout_ref.model.lora_dropout",
+            "the first pass of an update, which it compares with the rollout, has dropout",
+            at="!=null",
+        ),
         surprises(
             "algorithm.rollout_correction.rollout_is or algorithm.rollout_correction.rollout_rs",
             "it saves no pass, since the correction compares the rollout's log-probs with those of the pass",

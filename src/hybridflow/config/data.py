@@ -137,7 +137,7 @@ class DataConfig(BaseDataConfig):
     )
     demonstration_key: str = key(
         "messages",
-        "spin: column with the data's own answer, a text or messages that end in an answer.",
+        "spin, distillation.lmbda: column with the data's own answer, a text or messages that end in one.",
         argument="is_demonstration",
     )
     val_batch_size: int | None = key(None, "Prompts in one validation batch; null: all at once.", minimum=1)

@@ -137,6 +137,11 @@ class RoleLayout:
                 f"{here}tensor_parallel_size={tensor} with lora_rank={self.model.lora_rank}: adapters are "
                 "not split; leave one out"
             )
+        if self.fsdp.use_torch_compile and self.model.lora_dropout:
+            yield (
+                f"{here}use_torch_compile=true with lora_dropout={self.model.lora_dropout}: what is dropped "
+                "cannot be compiled; leave one out"
+            )
         sharers = ranks
         sharing = ranks
         if ranks % tensor == 0:

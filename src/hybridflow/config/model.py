@@ -159,6 +159,13 @@ class ModelConfig:
     lora_alpha: int = key(
         16, "Scale of the adapters: they are weighted by lora_alpha / lora_rank.", *NEW_ADAPTERS, minimum=1
     )
+    lora_dropout: float = key(
+        0.0,
+        "Share of what adapters read that is dropped at random in updates, and nowhere else.",
+        read_by(".lora_rank>0 or .lora_adapter_path", "without adapters all weights train"),
+        minimum=0,
+        below=1,
+    )
     target_modules: str | list[str] = key(
         "all-linear",
         "Linear layers that get adapters: their names, a regular expression, or all-linear.",

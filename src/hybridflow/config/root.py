@@ -179,6 +179,23 @@ class DistillationConfig:
         "keys are those of every teacher.",
     )
     distillation_loss: DistillationLossConfig = group(DistillationLossConfig)
+    lmbda: float = key(
+        1.0,
+        "GKD's λ: the share of prompts, drawn by seed, to which the student answers itself; to the others it "
+        "is taught along the data's own answer (data.demonstration_key).",
+        needs(".distillation_loss.loss_mode!=k1", "k1 learns from sampled tokens alone", at="<1"),
+        needs(
+            ".distillation_loss.use_task_rewards=false",
+            "no policy has sampled the data's answers, so a policy loss cannot learn from them",
+            at="<1",
+        ),
+        needs("actor_rollout_ref.rollout.n=1", "the data has one answer to a prompt", at="<1"),
+        excludes("algorithm.adv_estimator=spin|remax", "it has other rows in each group", at="<1"),
+        excludes("algorithm.filter_groups.enable", "a group of one answer has no variance", at="<1"),
+        excludes("algorithm.use_pf_ppo", "rows of the data are not drawn again", at="<1"),
+        minimum=0,
+        maximum=1,
+    )
     log_prob_max_token_len_per_gpu: int | None = key(
         None,
         "Largest number of tokens in one forward pass of the teacher; null: the actor's limit.",

@@ -271,6 +271,8 @@ class _Run:
         micro = self.micros[number]
         if arrived is not None and self.loss is not None:
             arrived.requires_grad_()
+        if self.loss is not None and self.engine.dropout is not None:
+            self.engine.choose_dropout(micro.packed)
         with self.engine.activations_kept():
             out = self.engine.stage(micro.packed, self.spec, part, arrived)
         if self.spec.routes:
@@ -308,6 +310,8 @@ class _Run:
         gradients = {out: gradient}
         if balance is not None:
             gradients[balance] = None
+        if self.engine.dropout is not None:  # of layers that are computed again
+            self.engine.choose_dropout(self.micros[number].packed)
         roots = [root for root in gradients if root.requires_grad]  # nothing may be trained up to here
         if roots:
             torch.autograd.backward(roots, [gradients[root] for root in roots])

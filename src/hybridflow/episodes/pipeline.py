@@ -241,7 +241,7 @@ class RolloutPipeline:
             first = ByTrajectory(batch).first_rows
             penalties = penalties[first][samples[first] < greedy]
             metrics.add_mean("training/overlong_reward/mean", penalties.sum(), len(penalties))
-        if DEMONSTRATIONS in self.needs:
+        if DEMONSTRATIONS in self.needs or self.config.distillation.lmbda < 1:
             batch |= DataProto.from_dict({DEMONSTRATIONS: samples == demonstration_sample(self.config)})
         if BASELINES in self.needs:
             batch = _baselines_as_column(batch, samples == greedy)

@@ -5,7 +5,8 @@ prompts ──training_requests, validation_requests──► RequestBatch: what
 With an estimator that names `reward_baselines` (ReMax), each prompt has a greedy response more in the same
 rollout and score calls; its score becomes the column, the row goes. With one that names `is_demonstration`
 (SPIN), each group has the data's own answer as a row more; the reward function scores it like the others, and
-dynamic sampling does not look at it.
+dynamic sampling does not look at it. With `distillation.lmbda` below 1 (GKD) some groups have that answer
+instead of a sampled one.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from hybridflow.agent.single_turn import RequestBatch, build_requests, one_more_
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import RolloutConfig, ValKwargsConfig
 from hybridflow.data.prompts import PromptRow
+from hybridflow.errors import ConfigError
+from hybridflow.protocol.randomness import derive_seed
 from hybridflow.rollout.base import SamplingParams
 
 BASELINES = "reward_baselines"
@@ -31,6 +34,25 @@ def greedy_sample(config: PPOConfig) -> int:
 def demonstration_sample(config: PPOConfig) -> int:
     """Return the number of the data's own answer in its group, after all others."""
     return config.actor_rollout_ref.rollout.n + 1
+
+
+def shows_data(config: PPOConfig, needs: Collection[str]) -> bool:
+    """Return whether a row may have the data's own answer, under an estimator that reads `needs`.
+
+    ConfigError where it would be the only row of a group whose estimator reads a greedy one too.
+    """
+    if config.distillation.lmbda < 1 and BASELINES in needs:
+        raise ConfigError(
+            f"distillation.lmbda={config.distillation.lmbda} leaves groups with the data's answer alone, and "
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} reads {BASELINES}: set lmbda=1"
+        )
+    return DEMONSTRATIONS in needs or config.distillation.lmbda < 1
+
+
+def _is_given(config: PPOConfig, group: int) -> bool:
+    """Return whether GKD takes the data's answer for the group of this number, by a draw of its own."""
+    draw = derive_seed(config.trainer.seed, "distillation.lmbda", group) / 2**63
+    return draw >= config.distillation.lmbda
 
 
 def training_requests(
@@ -60,18 +82,23 @@ def training_requests(
         )
         first_group += len(part)
         prompts = prompts[len(part) :]
+    given = RequestBatch([], [], [], [])
+    if config.distillation.lmbda < 1:
+        is_given = [_is_given(config, group) for group in sampled.groups]
+        given = sampled.chosen(is_given)
+        sampled = sampled.chosen([not each for each in is_given])
     numbered = [replace(request, request_id=place) for place, request in enumerate(sampled.requests)]
     sampled = replace(sampled, requests=numbered)
     requests = sampled
     if BASELINES in needs:
         greedy = replace(sampling, greedy=True)
         requests += one_more_each(sampled, greedy, first_row=len(sampled), sample=greedy_sample(config))
-    demonstrations = RequestBatch([], [], [], [])
     if DEMONSTRATIONS in needs:
-        demonstrations = one_more_each(
-            sampled, sampling, first_row=len(requests), sample=demonstration_sample(config)
-        )
-    return requests, demonstrations
+        given += sampled
+    if given.requests:
+        sample = demonstration_sample(config)
+        given = one_more_each(given, sampling, first_row=len(requests), sample=sample)
+    return requests, given
 
 
 def validation_requests(

@@ -89,7 +89,7 @@ source_kl_coef | B | float32 | | driver | losses | coefficient of the KL in the 
 algorithm.by_source gives one
 positive | B | bool | | driver | losses | the response is right (acc is 1): the positive-example loss reads it
 is_demonstration | B | bool | | trajectories | advantages, metrics | \
-SPIN: the data's answer, not a sampled one
+SPIN, GKD: the data's answer, not a sampled one
 group_ids | B | int64 | | driver | advantages, losses | number of the group: the same for the same uid
 media | B | object | tuple | data | engines | pictures and videos of the prompt (`Medium`), the same objects \
 in all rows of a prompt; a batch without any lacks the column

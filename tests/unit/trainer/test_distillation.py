@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hybridflow.config.model import FSDPConfig, OptimConfig
+from hybridflow.data.prompts import PromptRow
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.engines import BatchLimits, OutputSpec
 from hybridflow.engines.build import build_engine
+from hybridflow.episodes.planning import shows_data, training_requests
 from hybridflow.errors import ConfigError
 from hybridflow.models.heads.divergence import DivergenceSpec
 from hybridflow.observability.metrics import Metrics
@@ -189,3 +191,69 @@ def test_two_ranks_and_other_cuts_learn_the_same(
     assert one > 1e-5 and cut == pytest.approx(one, abs=1e-9) and shared == pytest.approx(one, abs=1e-9)
     for theirs in (of_cut, *(each for _, each in both)):
         assert all(torch.allclose(a, b, atol=1e-9, rtol=0) for a, b in zip(weights, theirs, strict=True))
+
+
+AHEAD = ("trainer.schedule=one_step_off", "algorithm.rollout_correction.bypass_mode=true")
+
+
+def mixed(lmbda: float, *more: str) -> tuple[str, ...]:
+    """GKD with one response to a prompt and room for the data's answers."""
+    sizes = ("actor_rollout_ref.rollout.n=1", "data.max_response_length=40", "data.train_batch_size=12")
+    mini = f"{ACTOR}.ppo_mini_batch_size=12"
+    return (f"{LOSS}.loss_mode=jsd", f"distillation.lmbda={lmbda}", *sizes, mini, *more)
+
+
+def test_a_share_of_the_prompts_has_the_answers_of_the_data(
+    model: Path, teacher: Path, tmp_path: Path
+) -> None:
+    path = f"distillation.teacher_model.path='{teacher}'"
+    for name in ("own", "half", "none", "ahead"):
+        (tmp_path / name).mkdir()
+    rows: dict[str, DataProto] = {}
+    for name, settings in {
+        "own": mixed(1.0),
+        "half": mixed(0.5),
+        "none": mixed(0.0),
+        "ahead": mixed(0.5, *AHEAD),
+    }.items():
+        with build(ppo_config(model, tmp_path / name / "run", *TAUGHT, path, *settings)) as trainer:
+            trainer.source.publish(0)
+            rows[name] = trainer.source.next(1).rows
+            _, metrics = trainer.step(rows[name], 1)
+        found = metrics.to_floats()
+        assert found[NAME] > 0 and found["actor/grad_norm"] > 0, name
+    told = rows["half"].batch["is_demonstration"]
+    assert "is_demonstration" not in rows["own"] and rows["none"].batch["is_demonstration"].all()
+    assert 0 < int(told.sum()) < 12, "drawn by the seed"
+    for row in range(12):
+        wanted = rows["none" if told[row] else "own"]
+        assert texts(rows["half"])[row] == texts(wanted)[row], "the others are what they were"
+    for row, text in enumerate(texts(rows["none"])):
+        assert text.endswith(str(rows["none"].non_tensor_batch["ground_truth"][row])), "the data's own"
+    assert rows["ahead"].batch["is_demonstration"].equal(told) and texts(rows["ahead"]) == texts(rows["half"])
+
+
+def texts(rows: DataProto) -> list[str]:
+    return [str(text) for text in rows.non_tensor_batch["solution_str"]]
+
+
+def test_which_prompts_these_are_is_drawn_by_the_number_of_the_group(
+    model: Path, teacher: Path, tmp_path: Path
+) -> None:
+    """2,000 draws: 5 standard deviations of the share are 0.054."""
+    path = f"distillation.teacher_model.path='{teacher}'"
+    whole, part = (ppo_config(model, tmp_path / "run", *TAUGHT, path, *mixed(lmbda)) for lmbda in (1.0, 0.3))
+    prompts = [PromptRow([3, 4], {}, index) for index in range(2000)]
+    every, none = training_requests(whole, (), 7, prompts)
+    sampled, given = training_requests(part, (), 7, prompts)
+    assert len(none) == 0 and sorted(sampled.groups + given.groups) == every.groups
+    assert len(sampled) / 2000 == pytest.approx(0.3, abs=0.054)
+    seeds = {group: request.seed for group, request in zip(every.groups, every.requests, strict=True)}
+    assert [request.seed for request in sampled.requests] == [seeds[group] for group in sampled.groups]
+    assert [request.request_id for request in (sampled + given).requests] == list(range(2000))
+    one_by_one = [training_requests(part, (), 7 + number, [prompts[number]])[1] for number in range(50)]
+    assert [each.groups for each in one_by_one if len(each)] == [[group] for group in given.groups][
+        : sum(map(len, one_by_one))
+    ]
+    with pytest.raises(ConfigError, match="reads reward_baselines: set lmbda=1"):
+        shows_data(part, ("reward_baselines",))

@@ -345,6 +345,11 @@ def agent_problems(config: PPOConfig) -> Iterator[str]:
     functions = rollout.multi_turn.function_tool_path
     if functions and functions.endswith(".py") and not local(functions).is_file():
         yield f"{ROLLOUT}.multi_turn.function_tool_path: there is no file {functions}"
+    if uses_agents(config) and config.distillation.lmbda < 1:
+        yield (
+            f"distillation.lmbda={config.distillation.lmbda} takes the data's own answers of one turn, and "
+            "agents have several: set distillation.lmbda=1"
+        )
     estimator = estimator_facts(config)
     if uses_agents(config) and estimator is not None and estimator.demonstration_rows:
         yield (

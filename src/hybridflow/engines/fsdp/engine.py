@@ -24,6 +24,7 @@ from hybridflow.engines.micro_batch_engine import Accumulated, MicroBatchEngine
 from hybridflow.engines.micro_batches import MicroBatch
 from hybridflow.engines.optimizer import MasterAdamW
 from hybridflow.errors import CheckpointError
+from hybridflow.models.adapters.dropout import TokenKeys
 from hybridflow.models.adapters.lora import adapters_off, has_adapters, saved_names
 from hybridflow.models.blocks import tables_and_heads
 from hybridflow.models.files.export import save_config, save_hf, save_hf_sharded
@@ -31,7 +32,9 @@ from hybridflow.models.output_spec import Outputs, OutputSpec
 from hybridflow.models.outputs import outputs_of
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.score import ScoreModel
+from hybridflow.models.value import ValueModel
 from hybridflow.observability.progress import progress
+from hybridflow.protocol.packing import PackedBatch
 from hybridflow.stop_token import stop_token
 
 
@@ -68,6 +71,8 @@ class FSDPEngine(MicroBatchEngine):
         self.fsdp = fsdp
         self.compute_dtypes = compute_dtypes or {}
         self.activations = activations
+        self.dropout = TokenKeys.of(module)
+        """What adapters drop in updates, or None where they drop nothing."""
         optimizer: MasterAdamW | None = None
         if optim is not None:
             optimizer = MasterAdamW(
@@ -97,6 +102,8 @@ class FSDPEngine(MicroBatchEngine):
         with self.offloader.parameters(), ExitStack() as stack:
             if training:
                 stack.enter_context(self.offloader.masters())
+            if self.dropout is not None:
+                stack.callback(self.dropout.clear)
             yield
 
     def _forward_all(
@@ -116,6 +123,8 @@ class FSDPEngine(MicroBatchEngine):
             if self.mesh is not None:
                 last = number == len(micros)
                 before_micro_batch(self.module, last=last, keep_gathered=not self.fsdp.reshard_after_forward)
+            if self.dropout is not None:
+                self.choose_dropout(micro.packed)
             with self.activations_kept():
                 answers = outputs_of(self.module, micro.packed, spec)
             share = sums.share(micro, answers, loss)
@@ -125,6 +134,11 @@ class FSDPEngine(MicroBatchEngine):
         reshard(self.root)
         if load is not None:
             load.add_to(sums.metrics, self.name)
+
+    def choose_dropout(self, packed: PackedBatch) -> None:
+        """Let adapters drop their part of the inputs in the next passes, which are over `packed`."""
+        assert self.dropout is not None and isinstance(self.module, (PolicyModel, ValueModel))
+        self.dropout.choose(self.module, packed, self.num_steps)
 
     def _apply(self, lr: float) -> None:
         with self.offloader.moments():

@@ -4,8 +4,7 @@
     adapters_off(model): the base alone, for the reference         fold, plain_state: W + s·B·A, for export
 
 Adapters are in the model's compute dtype, as every other parameter: the optimizer has their float32 masters,
-all parameters of a sharded block have one dtype, and rollout and training multiply the same numbers. There is
-no dropout, which would move log-probs.
+all parameters of a sharded block have one dtype, and rollout and training multiply the same numbers.
 """
 
 from __future__ import annotations
@@ -29,6 +28,7 @@ from hybridflow.config.model import ModelConfig
 from hybridflow.distributed.shards import is_absent, local, own_slices
 from hybridflow.errors import ModelError, install_extra
 from hybridflow.models.adapters.adapter_folder import AdapterFile, read_adapter, read_adapter_config
+from hybridflow.models.adapters.dropout import DropoutLinear, TokenKeys
 from hybridflow.models.experts.layers import num_experts
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.value import ValueModel
@@ -56,7 +56,9 @@ class LoraSettings:
     adapter_path: str | None = None
     """Folder of an adapter in peft's format, whose rank, layers and weights are used instead."""
     seed: int = 0
-    """Seed of A's first values, which are the same on every rank and in every process."""
+    """Seed of A's first values and of dropout, which are the same on every rank and in every process."""
+    dropout: float = 0.0
+    """Share of the adapters' inputs that is dropped in updates (`adapters/dropout.py`)."""
 
     @property
     def largest_rank(self) -> int:
@@ -75,7 +77,8 @@ class LoraSettings:
         targets = _frozen(config.target_modules)
         assert targets is not None
         exclude = _frozen(config.exclude_modules)
-        return cls(config.lora_rank, config.lora_alpha, targets, exclude, config.lora_adapter_path, seed)
+        path = config.lora_adapter_path
+        return cls(config.lora_rank, config.lora_alpha, targets, exclude, path, seed, config.lora_dropout)
 
 
 def _frozen(names: str | list[str] | None) -> str | tuple[str, ...] | None:
@@ -153,7 +156,11 @@ def add_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
     assert set(adapted) == set(chosen), (
         f"peft adapted {sorted(set(adapted) ^ set(chosen))[:3]} otherwise than asked"
     )
-    for layer in adapted.values():
+    config.lora_dropout = settings.dropout  # after peft has put none into its layers
+    keys = TokenKeys(settings.seed)
+    for name, layer in adapted.items():
+        if settings.dropout:
+            layer.lora_A[ADAPTER] = DropoutLinear(layer.lora_A[ADAPTER], name, settings.dropout, keys)
         weight = layer.base_layer.weight
         for part in (layer.lora_A, layer.lora_B):
             part.to(weight.dtype)

@@ -33,7 +33,7 @@ from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.episodes.agents import Agents
 from hybridflow.episodes.failures import Failures
 from hybridflow.episodes.pipeline import RolloutPipeline
-from hybridflow.episodes.planning import BASELINES, DEMONSTRATIONS
+from hybridflow.episodes.planning import BASELINES, DEMONSTRATIONS, shows_data
 from hybridflow.episodes.rollout_traces import rollout_traces
 from hybridflow.errors import ConfigError
 from hybridflow.observability.progress import progress
@@ -139,7 +139,7 @@ def build(config: PPOConfig, *, patience: float = 0.0) -> Iterator[PPOTrainer]:
                 tokenizer,
                 config.trainer.seed,
                 dynamic_sampling=config.algorithm.filter_groups.enable,
-                demonstrations="is_demonstration" in find_estimator(config.algorithm).needs,
+                demonstrations=shows_data(config, find_estimator(config.algorithm).needs),
             )
         _refuse_pictures(config, data)
         _refuse_idle_sources(config, data)

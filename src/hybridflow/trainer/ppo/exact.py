@@ -134,6 +134,8 @@ def no_batch_invariance(config: PPOConfig, roles: Roles) -> str | None:
         return f"the actor has {roles.actor.world_size} ranks: {KEY}=true tries it with several"
     if rollout.quantization is not None:
         return f"actor_rollout_ref.rollout.quantization={rollout.quantization} rounds the weights"
+    if config.actor_rollout_ref.model.lora_dropout:
+        return "actor_rollout_ref.model.lora_dropout changes the log-probs of updates"
     if config.actor_rollout_ref.actor.use_prefix_grouper:
         return (
             "actor_rollout_ref.actor.use_prefix_grouper computes a prompt once for all its rows, which "

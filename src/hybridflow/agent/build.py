@@ -19,8 +19,9 @@ from hybridflow.agent.early_checks import AGENT_KEY, PATH_KEY, agent_entries, ch
 from hybridflow.agent.episode import Agent, AgentResult, Episode, Policy
 from hybridflow.agent.hosted_environment import EnvironmentSpec
 from hybridflow.config import PPOConfig
-from hybridflow.config.needs import longest_row
+from hybridflow.config.needs import longest_row, reads_text_alone
 from hybridflow.data.chat_template import ChatTemplate
+from hybridflow.data.media import MediaReader
 from hybridflow.data.plugin import blaming, load_class, load_object
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, install_extra
@@ -159,6 +160,8 @@ class AgentBuilder:
             hosts=self.hosts,
             multi_turn=self._rollout.multi_turn,
             agent=self._rollout.agent,
+            reader=self._reader,
+            pictures_refused=reads_text_alone(self._config),
             other_formats=self._other_formats,
         )
 
@@ -180,6 +183,10 @@ class AgentBuilder:
     @cached_property
     def _template(self) -> ChatTemplate:
         return ChatTemplate(self._tokenizer, self._config.data.apply_chat_template_kwargs)
+
+    @cached_property
+    def _reader(self) -> MediaReader | None:
+        return MediaReader.of_model(self._tokenizer, self._config.data)
 
     @cached_property
     def _parser(self) -> str:

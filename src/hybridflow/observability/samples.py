@@ -8,12 +8,9 @@ equally long lists over the response's tokens: text, rollout_log_probs, old_log_
 response_mask, loss_mask (those that the batch has).
 
 A row with pictures has them as `media`, in the order of their places: kind, placeholder (its text
-in the prompt, once), tokens, digest and picture, a data URL of a small PNG or JPEG; `in_response` where a tool or
-an environment gave it, so that its place is in the response. A file holds each picture
+in the prompt, once), tokens, digest and picture, a data URL of a small PNG or JPEG, and `in_response` where a
+tool or an environment gave it, so that its place is in the response. A file holds each picture
 once, in the first row that shows it, and no more of them than fit into PICTURE_BYTES.
-
-A row of an agent also holds trajectory_id, and lineage, its number among the rows of the trajectory. The
-first row has the whole conversation as `messages`. The score is that of the trajectory.
 """
 
 from __future__ import annotations

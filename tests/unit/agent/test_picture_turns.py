@@ -20,6 +20,7 @@ from PIL import Image
 from spoken_engine import client_of, episode, says
 from transformers import AutoTokenizer
 
+from hybridflow.agent.agent_loop import AgentLoopAgent, AgentLoopBase, AgentLoopOutput
 from hybridflow.agent.build import INTERACTIONS
 from hybridflow.agent.chat import ChatAgent, ChatParts
 from hybridflow.agent.collate import GROUPS_PER_STEP, collate
@@ -28,10 +29,12 @@ from hybridflow.agent.episode import Episode, PolicyLimits
 from hybridflow.agent.hosted_environment import EnvironmentSpec
 from hybridflow.agent.journal import ANSWER, GroupFile, Journal
 from hybridflow.agent.runner import Limit, Runner
+from hybridflow.config import PPOConfig
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig, RetriesConfig
 from hybridflow.config.data import DataConfig
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.media import MediaReader
+from hybridflow.data.prompts import PromptRow
 from hybridflow.models.policy import PolicyModel
 from hybridflow.processes.hosts import Hosts
 from hybridflow.processes.local import HostsLike, LocalHosts
@@ -511,3 +514,72 @@ def test_tools_give_pictures_in_many_forms(tmp_path: Path) -> None:
     ):
         with pytest.raises((ValueError, TypeError)):
             answer_of(bad)
+
+
+class CropLoop(AgentLoopBase):
+    """Reads its pictures as loops of verl do, and shows a crop of the first one in a second turn."""
+
+    forgets = False
+
+    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
+        messages = list(kwargs["raw_prompt"])
+        images = list((await self.process_vision_info(messages))["images"])
+        ids = await self.apply_chat_template(messages, images=images)
+        first = len(ids)
+        mask: list[int] = []
+        for turn in range(2):
+            answer = await self.server_manager.generate(
+                request_id="a", prompt_ids=ids, sampling_params=sampling_params, image_data=images
+            )
+            ids = [*ids, *answer.token_ids]
+            mask += [1] * len(answer.token_ids)
+            if turn:
+                break
+            crop = images[0].crop((0, 0, 8, 16)).resize((16, 16))
+            parts = [{"type": "image"}, {"type": "text", "text": "8 ?"}]
+            given = await self.apply_chat_template(
+                [{"role": "tool", "content": parts}], images=[crop], remove_system_prompt=True
+            )
+            ids = [*ids, *given]
+            mask += [0] * len(given)
+            images += [] if self.forgets else [crop]
+        return AgentLoopOutput(
+            prompt_ids=ids[:first], response_ids=ids[first:], response_mask=mask, reward_score=1.0
+        )
+
+
+class ForgetfulLoop(CropLoop):
+    forgets = True
+
+
+def test_agent_loops_read_pictures_as_in_verl() -> None:
+    policy = picture_policy("qwen2_5_vl")
+    parts = parts_of("qwen2_5_vl", LocalHosts())
+    raw = [{"role": "user", "content": "<image>1 <image>?"}]
+    images = [squares(RED, BLUE), squares(GREEN, side=24)]
+    read, sources = parts.reader.in_parts(raw, {"images": images})
+    expanded = parts.reader.expand(parts.template.begin(read), sources, whole=True)
+    facts = {"data_source": "test", "reward_model": {}, "extra_info": {}, "raw_prompt": raw, "images": images}
+    row = PromptRow(expanded.token_ids, facts, index=0, media=expanded.media)
+    sampling = SamplingParams(max_tokens=3, ignore_eos=True)
+    found = {}
+    with native(policy) as client:
+        for loop in (CropLoop, ForgetfulLoop):
+            agent = AgentLoopAgent(loop, {}, PPOConfig(), parts.tokenizer, parts.reader)
+            runner = Runner(
+                lambda _, agent=agent: agent,
+                parts.tokenizer,
+                ROOM,
+                parts.agent,
+                hosts=parts.hosts,
+                limit=Limit(),
+            )
+            one = Episode(row, group=1, sample=0, group_seed=1, seed=2, sampling=sampling)
+            asyncio.run(runner.run(client, [one], lambda _, each, loop=loop: found.__setitem__(loop, each)))
+    trajectory = found[CropLoop]
+    assert trajectory.outcome.kind in ("finished", "truncated"), trajectory.outcome
+    (lineage,) = trajectory.lineages
+    assert lineage.prompt == row.prompt and len(lineage.given_media) == 1
+    assert_trained_as_sampled(policy, collate([trajectory], 0))
+    failed = found[ForgetfulLoop].outcome
+    assert failed.cause == "environment" and "have not the placeholders of its image_data" in failed.detail

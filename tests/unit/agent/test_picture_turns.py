@@ -20,7 +20,7 @@ from PIL import Image
 from spoken_engine import client_of, episode, says
 from transformers import AutoTokenizer
 
-from hybridflow.agent.agent_loop import AgentLoopAgent, AgentLoopBase, AgentLoopOutput
+from hybridflow.agent.agent_loop import AgentLoopAgent
 from hybridflow.agent.build import INTERACTIONS
 from hybridflow.agent.chat import ChatAgent, ChatParts
 from hybridflow.agent.collate import GROUPS_PER_STEP, collate
@@ -516,40 +516,19 @@ def test_tools_give_pictures_in_many_forms(tmp_path: Path) -> None:
             answer_of(bad)
 
 
-class CropLoop(AgentLoopBase):
-    """Reads its pictures as loops of verl do, and shows a crop of the first one in a second turn."""
-
-    forgets = False
-
-    async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
-        messages = list(kwargs["raw_prompt"])
-        images = list((await self.process_vision_info(messages))["images"])
-        ids = await self.apply_chat_template(messages, images=images)
-        first = len(ids)
-        mask: list[int] = []
-        for turn in range(2):
-            answer = await self.server_manager.generate(
-                request_id="a", prompt_ids=ids, sampling_params=sampling_params, image_data=images
-            )
-            ids = [*ids, *answer.token_ids]
-            mask += [1] * len(answer.token_ids)
-            if turn:
-                break
-            crop = images[0].crop((0, 0, 8, 16)).resize((16, 16))
-            parts = [{"type": "image"}, {"type": "text", "text": "8 ?"}]
-            given = await self.apply_chat_template(
-                [{"role": "tool", "content": parts}], images=[crop], remove_system_prompt=True
-            )
-            ids = [*ids, *given]
-            mask += [0] * len(given)
-            images += [] if self.forgets else [crop]
-        return AgentLoopOutput(
-            prompt_ids=ids[:first], response_ids=ids[first:], response_mask=mask, reward_score=1.0
-        )
-
-
-class ForgetfulLoop(CropLoop):
-    forgets = True
+def loops_of_the_page() -> tuple[Any, Any]:
+    """The loop that the page shows, and one that does not give `generate` its newest picture."""
+    page = (Path(__file__).parents[3] / "docs" / "agents" / "agent_loops.md").read_text(encoding="utf-8")
+    (code,) = [
+        block for block in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if "class Crop" in block
+    ]
+    assert code.count("image_data=images") == 1
+    loops = []
+    for own in (code, code.replace("image_data=images", "image_data=images[:2]")):
+        names: dict[str, Any] = {}
+        exec(own, names)
+        loops.append(names["Crop"])
+    return loops[0], loops[1]
 
 
 def test_agent_loops_read_pictures_as_in_verl() -> None:
@@ -563,8 +542,9 @@ def test_agent_loops_read_pictures_as_in_verl() -> None:
     row = PromptRow(expanded.token_ids, facts, index=0, media=expanded.media)
     sampling = SamplingParams(max_tokens=3, ignore_eos=True)
     found = {}
+    whole, forgetful = loops_of_the_page()
     with native(policy) as client:
-        for loop in (CropLoop, ForgetfulLoop):
+        for loop in (whole, forgetful):
             agent = AgentLoopAgent(loop, {}, PPOConfig(), parts.tokenizer, parts.reader)
             runner = Runner(
                 lambda _, agent=agent: agent,
@@ -576,10 +556,10 @@ def test_agent_loops_read_pictures_as_in_verl() -> None:
             )
             one = Episode(row, group=1, sample=0, group_seed=1, seed=2, sampling=sampling)
             asyncio.run(runner.run(client, [one], lambda _, each, loop=loop: found.__setitem__(loop, each)))
-    trajectory = found[CropLoop]
+    trajectory = found[whole]
     assert trajectory.outcome.kind in ("finished", "truncated"), trajectory.outcome
     (lineage,) = trajectory.lineages
     assert lineage.prompt == row.prompt and len(lineage.given_media) == 1
     assert_trained_as_sampled(policy, collate([trajectory], 0))
-    failed = found[ForgetfulLoop].outcome
+    failed = found[forgetful].outcome
     assert failed.cause == "environment" and "have not the placeholders of its image_data" in failed.detail

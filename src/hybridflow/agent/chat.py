@@ -306,7 +306,7 @@ class _Dialogue:
             return answer.text
         if self.parts.reader is None:
             _warn_of_pictures()
-            return f"{answer.text}\n({len(answer.images)} pictures are left out: you read text only.)".strip()
+            return f"{answer.text}\n(pictures left out, as you read text only: {len(answer.images)})".strip()
         text = [{"type": "text", "text": answer.text}] if answer.text else []
         return [*({"type": "image", "url": image} for image in answer.images), *text]
 

@@ -68,8 +68,7 @@ class Conversation:
         Conversations without a template, or rendered again in each turn, are not compared, and neither are
         those whose first prompt came rendered with pictures.
         """
-        rendered_pictures = len(self.prompt.media) > sum(len(each.read.media) for each in self._seen)
-        if self._ids_only or self._strip_thinking or rendered_pictures or mode == "disable":
+        if self._ids_only or self._strip_thinking or self._came_with_pictures or mode == "disable":
             return None
         return check_conversation(
             self._template,
@@ -79,6 +78,11 @@ class Conversation:
             mode,
             read=lambda ids: self._behind(Prompt(()), ids, self._seen).token_ids,
         )
+
+    @property
+    def _came_with_pictures(self) -> bool:
+        """Whether the first prompt came rendered, with pictures that only its token ids place."""
+        return len(self.prompt.media) > sum(len(each.read.media) for each in self._seen)
 
     def begin_rendered(self, prompt: Prompt, messages: Sequence[Message]) -> None:
         """Set the first prompt, which was rendered from these messages before."""
@@ -129,6 +133,11 @@ class Conversation:
             )
         else:
             new = self._readable(observation)
+            if self._strip_thinking and self._came_with_pictures:
+                raise DataError(
+                    "agent.strip_thinking renders a conversation again, and the pictures of a prompt that is a "
+                    "text cannot be placed again: give messages, or set agent.strip_thinking=false"
+                )
             self.messages += new
             self._seen += seen
             if self._strip_thinking:

@@ -35,6 +35,7 @@ from hybridflow.config.data import DataConfig
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.media import MediaReader
 from hybridflow.data.prompts import PromptRow
+from hybridflow.errors import DataError
 from hybridflow.models.policy import PolicyModel
 from hybridflow.processes.hosts import Hosts
 from hybridflow.processes.local import HostsLike, LocalHosts
@@ -358,7 +359,11 @@ def test_what_reads_no_pictures_says_so(world: Path, zoom: Toolset, caplog: pyte
     found = spoken(zooms(1), text, raw_prompt=[{"role": "user", "content": "1 ?"}])
     (row,) = found.lineages
     told = text.tokenizer.decode(row.response_ids)
-    assert found.outcome.kind == "finished" and "8\n(1 pictures are left out" in told and not row.media
+    assert (
+        found.outcome.kind == "finished"
+        and "8\n(pictures left out, as you read text only: 1)" in told
+        and not row.media
+    )
     assert "tools answer with pictures" in caplog.text
     found = spoken(lambda _: "7", text, shown(world))
     assert found.outcome.cause == "data" and "the model reads text only" in found.outcome.detail
@@ -431,6 +436,10 @@ def test_a_conversation_is_what_its_template_renders(world: Path) -> None:
         for strip in (False, True)
     )
     assert kept.lineages == again.lineages and len(again.lineages[0].media) == 3
+    rendered = Conversation(parts_of("qwen3_vl", LocalHosts()).template, strip_thinking=True)
+    rendered.begin_rendered(Prompt((5, 6), (Medium(1, 1, "red"),)), [{"role": "user", "content": "1"}])
+    with pytest.raises(DataError, match=r"agent.strip_thinking renders .* again"):
+        rendered.add("2")
 
 
 @pytest.mark.parametrize("with_tools", [False, True])

@@ -135,8 +135,8 @@ class Conversation:
             new = self._readable(observation)
             if self._strip_thinking and self._came_with_pictures:
                 raise DataError(
-                    "agent.strip_thinking renders a conversation again, and the pictures of a prompt that is a "
-                    "text cannot be placed again: give messages, or set agent.strip_thinking=false"
+                    "agent.strip_thinking renders a conversation again, and the pictures of a prompt that is "
+                    "a text cannot be placed again: give messages, or set agent.strip_thinking=false"
                 )
             self.messages += new
             self._seen += seen

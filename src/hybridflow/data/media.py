@@ -48,8 +48,8 @@ class MediaReader:
         self.processor = processor
         self.config = config
         self._known: WeakValueDictionary[str, Read] = WeakValueDictionary()
-        """What conversations that go on have read, by the digest of the picture: the samples of a group share
-        the tensors of a picture that all of them see.
+        """What conversations that go on have read, by the digest of the picture: samples of a group that run
+        beside each other share the tensors of a picture.
         """
 
     @classmethod

@@ -33,7 +33,7 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig, RetriesConfig
 from hybridflow.config.data import DataConfig
 from hybridflow.data.chat_template import ChatTemplate
-from hybridflow.data.media import MediaReader
+from hybridflow.data.media import MediaReader, MediaSource
 from hybridflow.data.prompts import PromptRow
 from hybridflow.errors import DataError
 from hybridflow.models.policy import PolicyModel
@@ -475,12 +475,12 @@ def test_an_episode_with_pictures_goes_on_by_its_journal(
     assert len(asked) < 3, "the turns of the journal were not taken again"
 
 
-def test_the_samples_of_a_group_share_the_tensors_of_a_picture(world: Path) -> None:
-    parts = parts_of("qwen3_vl", LocalHosts())
-    with client_of(says(parts.tokenizer, lambda _: "7", parts.tokenizer.eos_token_id)) as client:
-        found = run(parts, client, [episode(number, max_tokens=8) for number in range(3)], shown(world))
-    firsts = [each.lineages[0].prompt.media[0].values["pixel_values"] for each in found]
-    assert len({each.data_ptr() for each in firsts}) == 1
+def test_conversations_share_what_they_read_of_a_picture() -> None:
+    reader = parts_of("qwen3_vl", LocalHosts()).reader
+    (first,) = reader.read([MediaSource("image", squares(RED, BLUE))])
+    same, other = reader.read([MediaSource("image", squares(RED, side)) for side in (BLUE, GREEN)])
+    assert same is first and other is not first
+    assert same.media[0].digest != other.media[0].digest
 
 
 def png(picture: Image.Image) -> bytes:

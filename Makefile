@@ -7,7 +7,7 @@ READY := $(VENV)/.ready
 export PYTHONDONTWRITEBYTECODE :=
 PIP := $(BIN)/python -m pip install --disable-pip-version-check
 
-.PHONY: setup demo demo-seeds learn agents async schedules code-task red-squares preference reward-models families long-context keys real bench bench-gpu driver-bytes device-counts test-device row-stores exact same-bits cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang test-trackers test-megatron dist coverage check docs docs-test format help clean
+.PHONY: setup demo demo-seeds learn agents async schedules code-task red-squares second-look preference reward-models families long-context keys real bench bench-gpu driver-bytes device-counts test-device row-stores exact same-bits cluster-parity test test-slow sandbox test-vllm conformance demo-vllm test-sglang test-trackers test-megatron dist coverage check docs docs-test format help clean
 
 setup: $(READY)  ## install everything into .venv, once
 
@@ -52,6 +52,9 @@ code-task: setup  ## a tiny model learns to write functions that pass hidden tes
 
 red-squares: setup  ## a tiny model that reads pictures learns to count red squares, beside a control; writes benchmarks/results/red_squares.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/red_squares.py
+
+second-look: setup  ## conversations whose second turn shows the picture that counts, beside a control; writes benchmarks/results/second_look.md
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/second_look.py
 
 families: setup  ## tiny models of twenty families against transformers: packed, generated, exported, adapted, on two ranks; two minutes; writes benchmarks/results/families.md
 	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/families.py

@@ -5,6 +5,9 @@ row ──AgentLoopBase.run──► server_manager.generate ──► Policy, w
 
 Rows come from the calls. What a loop returns says which sampled tokens are learned from: those in its
 response with mask 1. A loop that needs rows besides one response, as of several agents, is an `Agent`.
+
+Pictures go as in verl: `process_vision_info` finds them in messages, `apply_chat_template` writes their
+placeholders, and `generate` is given them again with the ids, in which they have their places.
 """
 
 from __future__ import annotations
@@ -13,19 +16,24 @@ import asyncio
 import copy
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from hybridflow.agent.conversation import Conversation, Seen
 from hybridflow.agent.episode import AgentResult, Episode, Policy, TrajectoryFailed
 from hybridflow.config import PPOConfig
 from hybridflow.config.tree import to_tree
 from hybridflow.data.chat_template import ChatTemplate
+from hybridflow.data.media import MediaReader, MediaSource
+from hybridflow.data.messages import MEDIA_PARTS
+from hybridflow.data.pictures import MediaError, media_in, read_picture
+from hybridflow.data.processor import MediaProcessor, Read
 from hybridflow.data.tokenizer import Tokenizer
-from hybridflow.protocol.prompt import Prompt
+from hybridflow.protocol.prompt import Medium, MediumKind, Prompt
 from hybridflow.protocol.trajectory import FINISHED, TRUNCATED, Outcome, PolicyCall
 from hybridflow.rollout.base import GenerationOutput, SamplingParams
 from hybridflow.tools.base import numbers_of
@@ -50,11 +58,70 @@ class TokenOutput(list[int]):
         self.extra_fields: dict[str, Any] = {}
 
 
+class LoopPictures:
+    """The pictures of one trajectory, each read once."""
+
+    def __init__(self, reader: MediaReader | None) -> None:
+        """`reader` is None for a model that reads text alone."""
+        self.reader = reader
+        self._kept: list[Read] = []
+
+    async def read(self, images: Sequence[Any] | None, videos: Sequence[Any] | None) -> list[Seen]:
+        """Return pictures, and then videos, as the model reads them; TrajectoryFailed where it reads none.
+
+        MediaError for one that cannot be read.
+        """
+        sources = [MediaSource("image", image) for image in images or ()]
+        sources += [MediaSource("video", video) for video in videos or ()]
+        if not sources:
+            return []
+        if self.reader is None:
+            raise TrajectoryFailed("data", "the loop gives pictures or videos, and the model reads text only")
+        reads = await asyncio.to_thread(self.reader.read, sources)
+        self._kept += reads
+        return [Seen(source.kind, read) for source, read in zip(sources, reads, strict=True)]
+
+    async def prompt(
+        self, token_ids: tuple[int, ...], images: Sequence[Any] | None, videos: Sequence[Any] | None
+    ) -> Prompt:
+        """Return ids with their media, each where its placeholders are; of each kind in the order given.
+
+        TrajectoryFailed where the ids have other placeholders.
+        """
+        ends = {"image": 0, "video": 0}
+        media: list[Medium] = []
+        for seen in await self.read(images, videos):
+            own = seen.read.token_ids
+            places = range(ends[seen.kind], len(token_ids) - len(own) + 1)
+            start = next((place for place in places if token_ids[place : place + len(own)] == own), None)
+            if start is None:
+                raise _other_places()
+            media += [replace(medium, start=start + medium.start) for medium in seen.read.media]
+            ends[seen.kind] = start + len(own)
+        media.sort(key=lambda medium: medium.start)
+        if self.reader is not None:
+            try:
+                self.reader.check_places(token_ids, media)
+            except MediaError as error:
+                raise _other_places() from error
+        return Prompt(token_ids, tuple(media))
+
+
+def _other_places() -> TrajectoryFailed:
+    return TrajectoryFailed(
+        "environment",
+        "the agent loop's prompt_ids have not the placeholders of its image_data and video_data: give all "
+        "pictures of the prompt in their order, and ids of apply_chat_template(messages, images=…)",
+    )
+
+
 class AsyncLLMServerManager:
     """The model as the loop of one trajectory sees it."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, pictures: LoopPictures | None = None) -> None:
+        """`pictures` are those of the trajectory; None: it has none."""
         self._policy = policy
+        self.pictures = pictures or LoopPictures(None)
 
     async def generate(
         self,
@@ -71,10 +138,9 @@ class AsyncLLMServerManager:
         Raises LengthReached where the model's context has no room for a token, and TrajectoryFailed where
         there is no output.
         """
-        if image_data or video_data:
-            raise TrajectoryFailed("data", "the loop gives pictures or videos, and the model reads text only")
         sampling = sampling_of(sampling_params, self._policy.sampling)
-        prompt = Prompt(tuple(int(token) for token in prompt_ids))
+        ids = tuple(int(token) for token in prompt_ids)
+        prompt = await self.pictures.prompt(ids, image_data, video_data)
         return TokenOutput(await self._policy.generate(prompt, sampling=sampling))
 
 
@@ -114,7 +180,7 @@ class AgentLoopOutput:
     conversation that the report shows.
     """
     multi_modal_data: Mapping[str, Any] | None = None
-    """Not read, like the next two."""
+    """Not read, like the next two: pictures are those of the calls."""
     routed_experts: Any = None
     mm_processor_kwargs: Mapping[str, Any] | None = None
 
@@ -169,13 +235,16 @@ class AgentLoopBase(ABC):
         remove_system_prompt: bool = False,
         **further: Any,
     ) -> list[int]:
-        """Return the ids of messages and the generation prompt.
+        """Return the ids of messages and the generation prompt, with the placeholders of their pictures.
 
         With `remove_system_prompt` without what the template writes before the first message, so that the ids
         can follow others.
         """
         template = ChatTemplate(self.tokenizer, self.apply_chat_template_kwargs)
-        ids = template.begin(messages, tools)
+        seen = await self.server_manager.pictures.read(images, videos)
+        conversation = Conversation(template, tools or (), processor=self._media_processor)
+        conversation.begin(_with_places(messages), _in_order(messages, seen))
+        ids = list(conversation.prompt.token_ids)
         if remove_system_prompt:
             empty = {"role": "user", "content": ""}
             once, twice = (
@@ -188,8 +257,23 @@ class AgentLoopBase(ABC):
         return ids
 
     async def process_vision_info(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return the pictures and videos of messages: none, as the model reads text only."""
-        return {}
+        """Return the pictures of messages as `images`, those of PIL, and their `videos` as they are given.
+
+        Nothing where there are none, or the model reads text alone. MediaError for one that cannot be read.
+        """
+        reader = self.server_manager.pictures.reader
+        found: dict[str, list[Any]] = {}
+        for kind, part in _places(messages) if reader is not None else ():
+            media: Any = media_in(part)
+            if kind == "image":
+                media = await asyncio.to_thread(read_picture, media, fetch=self.data_config.fetch_media)
+            found.setdefault(f"{kind}s", []).append(media)
+        return found
+
+    @property
+    def _media_processor(self) -> MediaProcessor | None:
+        reader = self.server_manager.pictures.reader
+        return None if reader is None else reader.processor
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **kwargs: Any) -> AgentLoopOutput:
@@ -215,8 +299,15 @@ class AgentLoopAgent:
     """Runs episodes with a user's agent loop."""
 
     def __init__(
-        self, loop: Loop, kwargs: Mapping[str, Any], config: PPOConfig, tokenizer: Tokenizer
+        self,
+        loop: Loop,
+        kwargs: Mapping[str, Any],
+        config: PPOConfig,
+        tokenizer: Tokenizer,
+        reader: MediaReader | None = None,
     ) -> None:
+        """`reader` reads pictures; None: the model reads text alone."""
+        self._reader = reader
         self._make = functools.partial(loop, **kwargs)
         tree = to_tree(config)
         tree["actor_rollout_ref"]["rollout"] |= {
@@ -233,13 +324,13 @@ class AgentLoopAgent:
         """Run one episode. TrajectoryFailed where the loop's response is not what the policy sampled."""
         loop = self._make(
             trainer_config=DictConfigWrap(self._config),
-            server_manager=AsyncLLMServerManager(policy),
+            server_manager=AsyncLLMServerManager(policy, LoopPictures(self._reader)),
             tokenizer=self._tokenizer,
             processor=None,
             dataset_cls=None,
             data_config=DictConfigWrap(self._config.data),
         )
-        output = await loop.run(_as_params(episode.sampling), **_columns(episode))
+        output = await loop.run(_as_params(episode.sampling), **_columns(episode, self._reader))
         if not isinstance(output, AgentLoopOutput):
             raise TrajectoryFailed(
                 "environment",
@@ -310,9 +401,58 @@ def sampling_of(params: Mapping[str, Any], run: SamplingParams) -> SamplingParam
     return replace(run, **{"min_tokens": min(run.min_tokens, most), **changes})
 
 
-def _columns(episode: Episode) -> dict[str, Any]:
-    """Return the columns of a data row as keyword arguments."""
+def _places(messages: Sequence[Mapping[str, Any]]) -> Iterator[tuple[MediumKind, Mapping[str, Any]]]:
+    """Yield the kinds and the parts of pictures and videos in messages, in their order."""
+    for message in messages:
+        content = message.get("content")
+        for part in content if isinstance(content, list | tuple) else ():
+            if kind := MEDIA_PARTS.get(str(part.get("type"))):
+                yield kind, part
+
+
+def _with_places(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages whose parts of pictures and videos are places alone."""
+    ready = []
+    for message in messages:
+        content = message.get("content")
+        if isinstance(content, list | tuple):
+            kinds = [MEDIA_PARTS.get(str(part.get("type"))) for part in content]
+            content = [{"type": kind} if kind else part for kind, part in zip(kinds, content, strict=True)]
+            message = {**message, "content": content}
+        ready.append(message)
+    return ready
+
+
+def _in_order(messages: Sequence[Mapping[str, Any]], seen: Sequence[Seen]) -> list[Seen]:
+    """Return pictures and videos in the order of their places; what has none comes last."""
+    waiting = list(seen)
+    ordered = []
+    for kind, _ in _places(messages):
+        found = next((each for each in waiting if each.kind == kind), None)
+        if found is not None:
+            waiting.remove(found)
+            ordered.append(found)
+    return ordered + waiting
+
+
+def _columns(episode: Episode, reader: MediaReader | None) -> dict[str, Any]:
+    """Return the columns of a data row as keyword arguments; messages have the row's pictures in their
+    places, as in verl.
+    """
     row = {name: value for name, value in episode.row.row.items() if name != "agent_name"}
+    if reader is not None and episode.prompt.media and not isinstance(row["raw_prompt"], str):
+        messages, sources = reader.in_parts(row["raw_prompt"], row)
+        held = iter(sources)
+        row["raw_prompt"] = [
+            {
+                **message,
+                "content": [
+                    {"type": part["type"], part["type"]: next(held).value} if part["type"] != "text" else part
+                    for part in message["content"]
+                ],
+            }
+            for message in messages
+        ]
     extra_info = row.get("extra_info") or {}
     for name in ("tools_kwargs", "interaction_kwargs"):
         row.setdefault(name, extra_info.get(name) or {})

@@ -78,6 +78,8 @@ class BlackBoxes:
 class FunctionAgent:
     """A function `run(base_url, row)` of the user's, `async` or not."""
 
+    reads_text_alone = True
+
     def __init__(self, spec: str, endpoint: Endpoint, hosts: HostsLike, deadline_s: float) -> None:
         """`spec` is path/to/file.py:function or package.module:function; ConfigError where there is none.
 
@@ -121,6 +123,8 @@ class CommandAgent:
     is a file with the data row as JSON. Its result is the JSON that it writes to the file HYBRIDFLOW_RESULT,
     or else the last line of its output where that is an object with a "score".
     """
+
+    reads_text_alone = True
 
     def __init__(self, command: Sequence[str], endpoint: Endpoint) -> None:
         self._command = list(command)

@@ -19,8 +19,9 @@ from hybridflow.agent.early_checks import AGENT_KEY, PATH_KEY, agent_entries, ch
 from hybridflow.agent.episode import Agent, AgentResult, Episode, Policy
 from hybridflow.agent.hosted_environment import EnvironmentSpec
 from hybridflow.config import PPOConfig
-from hybridflow.config.needs import longest_row
+from hybridflow.config.needs import longest_row, reads_text_alone
 from hybridflow.data.chat_template import ChatTemplate
+from hybridflow.data.media import MediaReader
 from hybridflow.data.plugin import blaming, load_class, load_object
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError, install_extra
@@ -106,7 +107,7 @@ class AgentBuilder:
             return self._black_boxes.command(self._rollout.agent.command)
         if ":" in name and not isinstance(load_object(name, key=AGENT_KEY), type):
             return self._black_boxes.function(name)
-        return load_agent_loop(name, self._config, self._tokenizer)
+        return load_agent_loop(name, self._config, self._tokenizer, self._reader)
 
     @cached_property
     def _black_boxes(self) -> BlackBoxes:
@@ -159,6 +160,8 @@ class AgentBuilder:
             hosts=self.hosts,
             multi_turn=self._rollout.multi_turn,
             agent=self._rollout.agent,
+            reader=self._reader,
+            pictures_refused=reads_text_alone(self._config),
             other_formats=self._other_formats,
         )
 
@@ -180,6 +183,10 @@ class AgentBuilder:
     @cached_property
     def _template(self) -> ChatTemplate:
         return ChatTemplate(self._tokenizer, self._config.data.apply_chat_template_kwargs)
+
+    @cached_property
+    def _reader(self) -> MediaReader | None:
+        return MediaReader.of_model(self._tokenizer, self._config.data)
 
     @cached_property
     def _parser(self) -> str:
@@ -212,21 +219,23 @@ class _WithInteractions:
         return await agent.run(episode, policy)
 
 
-def load_agent_loop(name: str, config: PPOConfig, tokenizer: Tokenizer) -> Agent:
+def load_agent_loop(
+    name: str, config: PPOConfig, tokenizer: Tokenizer, reader: MediaReader | None = None
+) -> Agent:
     """Return an agent: an entry of `agent_loop_config_path`, or a loop that `register` has named.
 
     path/to/file.py:NAME (or package.module:NAME) is a class of agent loops, constructed with `agent.options`
-    for each trajectory, or a class of agents, constructed once as NAME(tokenizer, **options). ConfigError
-    where there is no such agent.
+    for each trajectory, or a class of agents, constructed once as NAME(tokenizer, **options). Agent loops
+    read pictures by `reader`. ConfigError where there is no such agent.
     """
     agent = config.actor_rollout_ref.rollout.agent
     entries = agent_entries(agent.agent_loop_config_path)
     if name in entries:
         kwargs = dict(entries[name])
         target = load_class(kwargs.pop("_target_"), key=PATH_KEY)
-        return AgentLoopAgent(target, kwargs, config, tokenizer)
+        return AgentLoopAgent(target, kwargs, config, tokenizer, reader)
     if name in REGISTERED:
-        return AgentLoopAgent(REGISTERED[name], agent.options, config, tokenizer)
+        return AgentLoopAgent(REGISTERED[name], agent.options, config, tokenizer, reader)
     if ":" not in name:
         known = ["single_turn_agent", "tool_agent", "environment", *entries, *REGISTERED]
         raise ConfigError(
@@ -235,7 +244,7 @@ def load_agent_loop(name: str, config: PPOConfig, tokenizer: Tokenizer) -> Agent
     found = load_object(name, key=AGENT_KEY)
     check_agent(found, name, agent.options)
     if issubclass(found, AgentLoopBase):
-        return AgentLoopAgent(found, agent.options, config, tokenizer)
+        return AgentLoopAgent(found, agent.options, config, tokenizer, reader)
     with blaming(f"{AGENT_KEY}: {name}"):
         made: Agent = found(tokenizer, **agent.options)
     return made

@@ -8,22 +8,26 @@ first observation ──► policy ──► text, tool calls
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from typing import Any
 
-from hybridflow.agent.conversation import Conversation, Message, messages_of
+from hybridflow.agent.conversation import Conversation, Message, Seen, ids_of, messages_of
 from hybridflow.agent.episode import AgentResult, Episode, LengthReached, Policy, TrajectoryFailed
 from hybridflow.agent.hosted_environment import EnvironmentSpec, HostedEnvironment
 from hybridflow.agent.journaled import JournaledEnvironment, JournaledTool
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
 from hybridflow.data.chat_template import ChatTemplate, TemplateDifference
+from hybridflow.data.media import MediaReader, no_media
 from hybridflow.data.tokenizer import Tokenizer, text_of, without_special
+from hybridflow.environments.base import Observation
+from hybridflow.errors import DataError
 from hybridflow.processes.local import HostsLike
 from hybridflow.protocol.trajectory import FINISHED, TRUNCATED, Outcome
 from hybridflow.rollout.base import GenerationOutput
@@ -57,6 +61,10 @@ class ChatParts:
     """Where the code of tools and environments runs."""
     multi_turn: MultiTurnConfig
     agent: AgentConfig
+    reader: MediaReader | None = None
+    """Reads pictures; None for a model of text."""
+    pictures_refused: str | None = None
+    """Why the engines of the run read no pictures, with what to set; None: they do."""
     other_formats: OtherFormats = field(default_factory=OtherFormats)
     """Other formats than `parser` in which the model was seen to write calls."""
 
@@ -164,6 +172,7 @@ class _Dialogue:
             self.tools.schemas,
             most_characters=self.policy.limits.max_model_len * self.parts.longest_token,
             strip_thinking=self.parts.agent.strip_thinking,
+            processor=None if self.parts.reader is None else self.parts.reader.processor,
         )
 
     async def to_the_end(self, episode: Episode) -> None:
@@ -172,14 +181,14 @@ class _Dialogue:
         if self.environment is None:
             prompt = row["raw_prompt"]
             if self.tools.schemas and not isinstance(prompt, str):
-                self.conversation.begin(prompt)
+                self.conversation.begin(*await self._look(prompt, row))
             else:
                 messages = messages_of(prompt) if prompt else []
                 self.conversation.begin_rendered(episode.prompt, messages)
         else:
             with self.policy.log.span("environment", method="reset"):
                 observation = await self.environment.reset(row)
-            self.conversation.begin(observation)
+            self.conversation.begin(*await self._look(observation, row))
         try:
             while not await self._turn():
                 pass
@@ -205,9 +214,32 @@ class _Dialogue:
             return True
         if asks_tools:
             self.num_answers += 1
-            self.conversation.add(await self._tool_messages(read, call))
+            self.conversation.add(*await self._look(await self._tool_messages(read, call)))
             return False
         return await self._step(read.text, call)
+
+    async def _look(
+        self, observation: Observation, row: dict[str, Any] | None = None
+    ) -> tuple[Observation, list[Seen]]:
+        """Return an observation with the places of its pictures, and the pictures as the model reads them.
+
+        Those of a data row stand in its places in the first observation. DataError for a picture that cannot
+        be read, and for any where the model reads text alone.
+        """
+        if ids_of(observation) is not None:
+            return observation, []
+        messages = messages_of(observation)
+        reader = self.parts.reader
+        if reader is None:
+            no_media(messages)
+            return messages, []
+        messages, sources = reader.in_parts(messages, row or {}, of_agent=True)
+        if not sources:
+            return messages, []
+        if self.parts.pictures_refused:
+            raise DataError(f"a tool or an environment gives pictures, and {self.parts.pictures_refused}")
+        reads = await asyncio.to_thread(reader.read, sources)
+        return messages, [Seen(source.kind, read) for source, read in zip(sources, reads, strict=True)]
 
     async def _step(self, text: str, call: int) -> bool:
         assert self.environment is not None, "without an environment such a turn is the last"
@@ -222,7 +254,7 @@ class _Dialogue:
             self.outcome = TRUNCATED
             return True
         self.num_answers += 1
-        self.conversation.add(step.observation)
+        self.conversation.add(*await self._look(step.observation))
         return False
 
     def _is_last(self, call: int) -> bool:
@@ -254,7 +286,7 @@ class _Dialogue:
                     "role": "tool",
                     "name": made.name,
                     "tool_call_id": made.id or _call_id(number),
-                    "content": answer.text,
+                    "content": self._content(answer),
                 }
             )
         if read.problems:
@@ -267,6 +299,16 @@ class _Dialogue:
                 }
             )
         return messages
+
+    def _content(self, answer: ToolAnswer) -> str | list[dict[str, Any]]:
+        """Return what the model reads of a tool's answer; one that reads text alone is told of pictures."""
+        if not answer.images:
+            return answer.text
+        if self.parts.reader is None:
+            _warn_of_pictures()
+            return f"{answer.text}\n(pictures left out, as you read text only: {len(answer.images)})".strip()
+        text = [{"type": "text", "text": answer.text}] if answer.text else []
+        return [*({"type": "image", "url": image} for image in answer.images), *text]
 
     def _read(self, output: GenerationOutput) -> ReadResponse:
         """Return the plain text of an output, its tool calls, and the errors of invalid calls."""
@@ -322,6 +364,11 @@ class _Dialogue:
             metrics,
             extra_info=facts,
         )
+
+
+@cache
+def _warn_of_pictures() -> None:
+    logger.warning("tools answer with pictures, which are left out: the model reads text only")
 
 
 def _assistant_message(text: str, calls: Sequence[ToolCall]) -> Message:

@@ -30,6 +30,8 @@ class CollabLLM:
     or where it says nothing.
     """
 
+    reads_text_alone = True
+
     def __init__(
         self,
         tokenizer: Tokenizer,

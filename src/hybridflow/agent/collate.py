@@ -72,8 +72,8 @@ def collate(trajectories: Sequence[Trajectory], pad_token_id: int) -> DataProto:
         "uid": [uid(trajectory) for trajectory, _ in rows],
         "finish_reason": [_FINISH_REASONS[trajectory.outcome.kind] for trajectory, _ in rows],
     }
-    if any(lineage.prompt.media for _, lineage in rows):
-        columns[MEDIA] = [lineage.prompt.media for _, lineage in rows]
+    if any(lineage.media for _, lineage in rows):
+        columns[MEDIA] = [lineage.media for _, lineage in rows]
     names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.extra)
     columns |= {name: [trajectory.extra.get(name) for trajectory, _ in rows] for name in names}
     batch = DataProto.from_dict(tensors, columns)

@@ -5,14 +5,16 @@ chat agent ──reset, step, score, close──► HostedEnvironment ──► 
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 from hybridflow.agent.episode import Episode, TrajectoryFailed
+from hybridflow.data.pictures import MediaError, pack_parts
 from hybridflow.environments.base import Observation, Step, step_of
 from hybridflow.environments.load import load_environment
 from hybridflow.processes.errors import CallFailed, CallRaised
@@ -124,9 +126,40 @@ class HostedEnvironment:
         """Make a call, which has this id."""
         kwargs = {CALL_ID: call_id} if self.spec.takes_id(method) else {}
         try:
-            return await self._target.call(method, *args, deadline_s=self.deadline_s, **kwargs)
+            answer = await self._target.call(method, *args, deadline_s=self.deadline_s, **kwargs)
+            return await packed(answer)
         except CallFailed as error:
             raise failure_of(error, f"{method}() of the environment") from error
+        except MediaError as error:
+            told = f"{method}() of the environment gave a picture that cannot be read: {error}"
+            raise TrajectoryFailed("environment", told) from error
+
+
+async def packed(answer: Any) -> Any:
+    """Return an environment's answer with data URLs in the place of pictures, which a journal can hold.
+
+    Parts of text and pictures without a role become a user's message. MediaError for a picture that cannot
+    be read.
+    """
+    if isinstance(answer, Step):
+        return replace(answer, observation=await packed(answer.observation))
+    if not isinstance(answer, Sequence) or not all(isinstance(each, Mapping) for each in answer):
+        return answer
+    if answer and all("type" in each and "role" not in each for each in answer):
+        answer = [{"role": "user", "content": answer}]
+    if not any(isinstance(message.get("content"), list | tuple) for message in answer):
+        return answer
+    return await asyncio.to_thread(_packed_messages, answer)
+
+
+def _packed_messages(messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Return messages whose contents have packed media."""
+    return [
+        {**message, "content": pack_parts(message["content"])}
+        if isinstance(message.get("content"), list | tuple)
+        else message
+        for message in messages
+    ]
 
 
 def failure_of(error: CallFailed, what: str) -> TrajectoryFailed:

@@ -61,7 +61,7 @@ def _write_observation(observation: Observation) -> Any:
     if not isinstance(observation, Prompt):
         return observation
     if observation.media:
-        raise TypeError("an observation with pictures")
+        raise TypeError("a prompt of token ids with pictures")
     return list(observation.token_ids)
 
 
@@ -74,7 +74,10 @@ def _read_output(line: Any) -> GenerationOutput:
 
 
 OUTPUT = Form[GenerationOutput](lambda output: dict(output.__dict__), _read_output)
-ANSWER = Form[ToolAnswer](lambda answer: dict(vars(answer)), lambda line: ToolAnswer(**line))
+ANSWER = Form[ToolAnswer](
+    lambda answer: dict(vars(answer)),
+    lambda line: ToolAnswer(**{**line, "images": tuple(line.get("images", ()))}),
+)
 OBSERVATION = Form[Observation](_write_observation, lambda line: cast(Observation, line))
 STEP = Form[Step](
     lambda step: {**vars(step), "observation": _write_observation(step.observation)},

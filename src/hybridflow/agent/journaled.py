@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any
 
 from hybridflow.agent.episode import Episode, TrajectoryFailed
-from hybridflow.agent.hosted_environment import EnvironmentSpec, HostedEnvironment, failure_of
+from hybridflow.agent.hosted_environment import EnvironmentSpec, HostedEnvironment, failure_of, packed
 from hybridflow.agent.journal import ANSWER, NUMBER, OBSERVATION, STEP, BegunAnew, EpisodeJournal, Form
 from hybridflow.environments.base import step_of
 from hybridflow.processes.errors import CallFailed
@@ -154,7 +154,7 @@ class JournaledEnvironment(HostedEnvironment):
                 found = await self._target.call("outcome", call_id, deadline_s=self.deadline_s)
             except CallFailed as error:
                 raise failure_of(error, "outcome() of the environment") from error
-            return None if found is None else step_of(found)
+            return None if found is None else step_of(await packed(found))
         if policy == "fail":
             self._journal.num_unknown += 1
             raise TrajectoryFailed(

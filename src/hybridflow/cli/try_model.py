@@ -15,7 +15,9 @@ from hybridflow.agent.chat import ChatAgent, ChatParts
 from hybridflow.agent.episode import AgentResult, Episode, Policy, PolicyLimits
 from hybridflow.agent.hosted_environment import EnvironmentSpec
 from hybridflow.config.agent import AgentConfig, MultiTurnConfig
+from hybridflow.config.data import DataConfig
 from hybridflow.data.chat_template import ChatTemplate
+from hybridflow.data.media import MediaReader
 from hybridflow.data.prompts import PromptRow
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer, text_of
 from hybridflow.distributed.device import resolve_device
@@ -77,6 +79,7 @@ def show_model(
         LocalHosts(),
         MultiTurnConfig(max_assistant_turns=MAX_TURNS),
         AgentConfig(),
+        reader=MediaReader.of_model(tokenizer, DataConfig()),
     )
     episode = Episode(PromptRow([], row, 0), 0, 0, seed, seed, SamplingParams(max_new_tokens))
     with closing(EngineReplica(engine)) as replica:

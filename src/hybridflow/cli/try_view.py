@@ -97,7 +97,7 @@ class Game:
         calls = read_calls(line)
         if calls:
             for answer in self._wait_for("a tool", self.tools.call(calls)):
-                print(answer.text)
+                print(*["[image]"] * len(answer.images), answer.text)
                 self.total += answer.reward
             return False
         if usage := self.usage.get(line.strip()):
@@ -138,10 +138,18 @@ class Game:
         elif isinstance(observation, (list, tuple)) and all(
             isinstance(each, Mapping) for each in observation
         ):
-            for message in observation:
-                print(f"{message['role']}: {message.get('content') or ''}")
+            messages = [each for each in observation if "role" in each]
+            for message in messages or [{"role": "user", "content": observation}]:
+                print(f"{message['role']}: {_written(message.get('content'))}")
         else:
             print(f"({type(observation).__name__} of token ids, which need a model's tokenizer to be read)")
+
+
+def _written(content: Any) -> str:
+    """Return a content as text, with the kind of a picture in its place."""
+    if not isinstance(content, (list, tuple)):
+        return content or ""
+    return "".join(str(part.get("text") or f"[{part.get('type')}]") for part in content)
 
 
 def read_calls(line: str) -> list[ToolCall]:

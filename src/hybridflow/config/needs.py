@@ -185,16 +185,21 @@ def uses_agents(config: PPOConfig) -> bool:
     )
 
 
-def reads_text_alone(config: PPOConfig, *, by_rows: bool = False) -> str | None:
-    """Return the reason the run cannot generate from pictures, with what to set; None where it can.
-
-    `by_rows`: rows of the data name agents.
+def reads_text_alone(config: PPOConfig) -> str | None:
+    """Return the reason the run cannot generate from pictures, with what to set; None where it can, but for
+    agents that are known once they are loaded.
     """
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "native":
         return f"actor_rollout_ref.rollout.name={rollout.name} is given token ids alone: set it to native"
-    if by_rows or uses_agents(config):
-        return "agents, tools and environments read the text of a row alone: leave them out, or the pictures"
+    if rollout.agent.command:
+        return "a command (agent.command) is given text alone: leave it out, or the pictures"
+    for block, role in (
+        ("actor_rollout_ref.actor", config.actor_rollout_ref.actor),
+        ("critic", config.critic),
+    ):
+        if role.ulysses_sequence_parallel_size > 1:
+            return f"ranks that share rows read none: set {block}.ulysses_sequence_parallel_size=1"
     return None
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
@@ -267,16 +267,19 @@ def check_conversation(
     messages: Sequence[Message],
     tools: Tools | None = None,
     mode: CheckMode = "strict",
+    *,
+    read: Callable[[Sequence[int]], Sequence[int]] = list,
 ) -> TemplateDifference | None:
     """Return where the ids of a row differ from those of its whole conversation, rendered at once.
 
     The row may lack the end that the template writes after the last answer. With `ignore_strippable`
     differences of spaces, tabs and line ends pass; with `disable` all do. Raises what the template raises.
+    `read` gives pictures the tokens that they have in a row.
     """
     if mode == "disable":
         return None
     text = template.render(template.as_text(messages), tools, add_generation_prompt=False)
-    rendered = template.encode(text)
+    rendered = list(read(template.encode(text)))
     row = list(token_ids)
     ends = [template.after_answer(last, [], final=True) for last in (None, *row[-1:])]
     wholes = [row, *(row + end for end in ends)]
@@ -284,7 +287,7 @@ def check_conversation(
         return None
     if mode == "ignore_strippable":
         texts = [text_of(template.tokenizer, whole).translate(BLANK) for whole in wholes]
-        if text.translate(BLANK) in texts:
+        if text_of(template.tokenizer, rendered).translate(BLANK) in texts:
             return None
     pairs = enumerate(zip(row, rendered, strict=False))
     place = next((place for place, (one, other) in pairs if one != other), min(len(row), len(rendered)))

@@ -7,15 +7,25 @@ row {images: […], prompt: "<image>Count"} ──in_parts──► messages who
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 from hybridflow.config.data import BaseDataConfig
 from hybridflow.data.files import Row, Rows
 from hybridflow.data.messages import MEDIA_PARTS, Message, media_keys
-from hybridflow.data.pictures import NAMES, MediaError, picture_size, read_picture, read_video, thumbnail
+from hybridflow.data.pictures import (
+    MediaError,
+    Picture,
+    media_in,
+    picture_size,
+    read_picture,
+    read_video,
+    thumbnail,
+)
 from hybridflow.data.processor import Expanded, MediaProcessor, Read, load_processor
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import DataError
@@ -37,6 +47,16 @@ class MediaReader:
     def __init__(self, processor: MediaProcessor, config: BaseDataConfig) -> None:
         self.processor = processor
         self.config = config
+        self._known: WeakValueDictionary[str, Read] = WeakValueDictionary()
+        """What conversations that go on have read, by the digest of the picture: samples of a group that run
+        beside each other share the tensors of a picture.
+        """
+
+    @classmethod
+    def of_model(cls, tokenizer: Tokenizer, config: BaseDataConfig) -> MediaReader | None:
+        """Return the reader of a model's conversations; None for a model that reads text alone."""
+        processor = load_processor(tokenizer, trust_remote_code=config.trust_remote_code)
+        return None if processor is None else cls(processor, config)
 
     @classmethod
     def for_rows(cls, rows: Rows, tokenizer: Tokenizer, config: BaseDataConfig) -> MediaReader | None:
@@ -50,18 +70,22 @@ class MediaReader:
             key = getattr(config, name)
             if key != getattr(defaults, name) and key:
                 rows.require(key, hint=f"set data.{name} to the column of the pictures or videos")
-        processor = load_processor(tokenizer, trust_remote_code=config.trust_remote_code)
-        if processor is None:
+        reader = cls.of_model(tokenizer, config)
+        if reader is None:
             rows.refuse_media(f"the model beside the tokenizer {tokenizer.name_or_path} reads text only")
             return None
         rows.refuse_media("data.image_key and data.video_key name other columns", read=media_keys(config))
-        return cls(processor, config)
+        return reader
 
-    def in_parts(self, messages: Sequence[Message], row: Row) -> tuple[list[Message], list[MediaSource]]:
+    def in_parts(
+        self, messages: Sequence[Message], row: Row, *, of_agent: bool = False
+    ) -> tuple[list[Message], list[MediaSource]]:
         """Return the messages with lists of parts as contents, and the media in the order of their places.
 
         A place is <image> or <video> in a text, or a part of type image or video, which may hold its picture
         itself. MediaError where a row has more or fewer media in its columns than places without their own.
+        In messages `of_agent`, which a tool or an environment may have written, a text without places stays a
+        text, and media of the row without a place are left to the environment.
         """
         waiting = {kind: self._column(kind, row) for kind in ("image", "video")}
         marked = any(waiting.values())
@@ -69,7 +93,7 @@ class MediaReader:
         ready = []
         for message in messages:
             content = message.get("content")
-            if content is None:
+            if content is None or (of_agent and isinstance(content, str) and not marked):
                 ready.append(message)
                 continue
             parts: list[dict[str, Any]] = []
@@ -77,7 +101,7 @@ class MediaReader:
                 parts.append(self._place(part, waiting, found))
             ready.append({**message, "content": parts})
         left = sum(map(len, waiting.values()))
-        if left:
+        if left and not of_agent:
             raise MediaError(
                 f"the row has {left} more pictures or videos than its messages have places for: write "
                 "<image> or <video> where each belongs"
@@ -94,13 +118,18 @@ class MediaReader:
 
         Media are left out unless they are read `whole`; of pictures the size is enough then.
         """
+        reads = self.read(sources, whole=whole)
+        return self.processor.expand(token_ids, [source.kind for source in sources], reads)
+
+    def read(self, sources: Sequence[MediaSource], *, whole: bool = True) -> list[Read]:
+        """Return the media as the model reads them, as `expand` has them."""
         reads = []
         for number, source in enumerate(sources):
             try:
                 reads.append(self._read(source) if whole else self._measured(source))
             except MediaError as error:
                 raise MediaError(f"{source.kind} {number}: {error}") from error
-        return self.processor.expand(token_ids, [source.kind for source in sources], reads)
+        return reads
 
     def has_media(self, token_ids: Sequence[int]) -> bool:
         """Return whether there are pictures or videos among expanded token ids."""
@@ -115,17 +144,21 @@ class MediaReader:
     def _read(self, source: MediaSource) -> Read:
         fetch = self.config.fetch_media
         if source.kind == "image":
-            picture = read_picture(source.value, fetch=fetch)
+            return self._picture(read_picture(source.value, fetch=fetch))
+        frames, fps = read_video(source.value, fetch=fetch)
+        read = self.processor.video(frames, fps)
+        count = len(read.media)
+        return _shown(read, [thumbnail(frames[part * len(frames) // count]) for part in range(count)])
+
+    def _picture(self, picture: Picture) -> Read:
+        digest = hashlib.sha256(repr(picture.size).encode() + picture.tobytes()).hexdigest()
+        read = self._known.get(digest)
+        if read is None:
             read = self.processor.picture(picture)
             # a picture that is read in crops, too, has itself as its last part
-            shown = [b""] * (len(read.media) - 1) + [thumbnail(picture)]
-        else:
-            frames, fps = read_video(source.value, fetch=fetch)
-            read = self.processor.video(frames, fps)
-            count = len(read.media)
-            shown = [thumbnail(frames[part * len(frames) // count]) for part in range(count)]
-        media = (replace(part, shown=each) for part, each in zip(read.media, shown, strict=True))
-        return replace(read, media=tuple(media))
+            read = _shown(read, [b""] * (len(read.media) - 1) + [thumbnail(picture)])
+            self._known[digest] = read
+        return read
 
     def _measured(self, source: MediaSource) -> Read:
         """Return the token ids that a picture or a video becomes, without its media."""
@@ -150,13 +183,19 @@ class MediaReader:
         kind = MEDIA_PARTS.get(str(part.get("type", "text")))
         if kind is None:
             return {"type": "text", "text": part.get("text", "")}
-        held: Any = {name: value for name, value in part.items() if name not in ("type", "text") and value}
-        if held.keys().isdisjoint(NAMES):
+        held: Any = media_in(part)
+        if not held:
             if not waiting[kind]:
                 raise MediaError(f"there are more places for an {kind} than the row has in data.{kind}_key")
             held = waiting[kind].pop(0)
         found.append(MediaSource(kind, held))
         return {"type": kind}
+
+
+def _shown(read: Read, shown: Sequence[bytes]) -> Read:
+    """Return a medium whose parts have these small pictures for people."""
+    media = (replace(part, shown=each) for part, each in zip(read.media, shown, strict=True))
+    return replace(read, media=tuple(media))
 
 
 def _parts_of(content: str | Sequence[Any], marked: bool) -> list[Mapping[str, Any]]:

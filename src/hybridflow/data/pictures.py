@@ -3,6 +3,9 @@
 path │ bytes │ data:image/png;base64,… │ PIL │ {bytes, path} │ {image: …}  ──read_picture──► RGB picture
                                                                             ──picture_size──► width, height
 list of pictures │ a file with several, such as GIF │ {video: …, fps}      ──read_video────► frames, fps
+
+What tools and environments answer with is packed first: pictures become data URLs, which any process and any
+file of JSON can hold.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from typing import Any
 
 from PIL import Image, ImageSequence, UnidentifiedImageError
 
+from hybridflow.data.messages import MEDIA_PARTS
 from hybridflow.errors import DataError
 
 Picture = Image.Image
@@ -71,6 +75,47 @@ def picture_size(value: Any, *, fetch: bool = False) -> tuple[int, int]:
             return size
     # the pixels can be right where checksums are not
     return read_picture(held, fetch=fetch).size
+
+
+def pack_media(value: Any) -> Any:
+    """Return a picture, or a video, with data URLs in the place of files and of pictures in memory.
+
+    A file keeps its bytes, and a picture in memory becomes a PNG. Addresses (http, https) stay what they are:
+    whether they are fetched is the reader's to say. MediaError where a picture cannot be read.
+    """
+    if isinstance(value, Mapping):
+        rate = {"fps": value["fps"]} if "fps" in value else {}
+        packed = pack_media(_inside(value))
+        return {**(packed if isinstance(packed, dict) else {"url": packed}), **rate}
+    if isinstance(value, list | tuple):
+        return [pack_media(each) for each in value]
+    if isinstance(value, str) and value.startswith(("data:", "http://", "https://")):
+        return value
+    if isinstance(value, Image.Image):
+        file = io.BytesIO()
+        read_picture(value).save(file, "PNG", compress_level=1)
+        value = file.getvalue()
+    elif isinstance(value, str | Path):
+        value = _content(str(value), str(value)[:200], False)
+    picture, _ = _open(value, False)
+    return f"data:image/{str(picture.format).lower()};base64,{base64.b64encode(value).decode()}"
+
+
+def pack_parts(content: Sequence[Any]) -> list[Any]:
+    """Return the parts of a content with packed media; MediaError as `pack_media`."""
+    packed = []
+    for part in content:
+        kind = MEDIA_PARTS.get(str(part.get("type"))) if isinstance(part, Mapping) else None
+        if kind is not None and (held := media_in(part)):
+            part = {"type": kind, **pack_media(held)}
+        packed.append(part)
+    return packed
+
+
+def media_in(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what a part of type image or video holds of its picture; nothing where it is a place alone."""
+    held = {name: value for name, value in part.items() if name not in ("type", "text") and value}
+    return {} if held.keys().isdisjoint(NAMES) else held
 
 
 def blank(size: tuple[int, int]) -> Picture:

@@ -30,7 +30,10 @@ EMPTY_PROMPT = [{"role": "user", "content": ""}]
 """Prompt of rows that an environment makes for itself."""
 
 Observation: TypeAlias = "str | Sequence[Mapping[str, Any]] | Sequence[int] | Prompt"
-"""What the model reads next: a text (a user's message), messages, token ids, or a prompt of token ids."""
+"""What the model reads next: a text (a user's message), messages, parts of text and pictures (a user's
+message), token ids, or a prompt of token ids. A part with a picture is `{"type": "image", "image": …}`, in
+any form that data have: of PIL, a path, bytes, a data URL; or OpenAI's `{"type": "image_url", …}`.
+"""
 
 
 @dataclass(frozen=True)

@@ -62,13 +62,22 @@ class Agents:
         self._limit = Limit()
         self._counted: dict[str, int] = {}
         self._shared: tuple[LLMClient, Concurrency, asyncio.Task[None]] | None = None
+        self._names = (self._builder.default_name, *sorted(asked))
         try:
             if self.are_used:
-                for name in (self._builder.default_name, *sorted(asked)):
+                for name in self._names:
                     self._builder.agent(name)
         except BaseException:
             self.close()
             raise
+
+    @property
+    def read_text_alone(self) -> str | None:
+        """Return which agent of the run reads the text of a row alone, with what to set; None: none."""
+        for name in self._names if self.are_used else ():
+            if getattr(self._builder.agent(name), "reads_text_alone", False):
+                return f"the agent {name} reads the text of a row alone: leave it out, or the pictures"
+        return None
 
     def answer_list(
         self, rollout: RolloutGroup, requests: RequestBatch, ended: Ended, *, held_out: bool = False

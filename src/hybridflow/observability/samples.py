@@ -8,11 +8,9 @@ equally long lists over the response's tokens: text, rollout_log_probs, old_log_
 response_mask, loss_mask (those that the batch has).
 
 A row with pictures has them as `media`, in the order of their places: kind, placeholder (its text
-in the prompt, once), tokens, digest and picture, a data URL of a small PNG or JPEG. A file holds each picture
+in the prompt, once), tokens, digest and picture, a data URL of a small PNG or JPEG, and `in_response` where a
+tool or an environment gave it, so that its place is in the response. A file holds each picture
 once, in the first row that shows it, and no more of them than fit into PICTURE_BYTES.
-
-A row of an agent also holds trajectory_id, and lineage, its number among the rows of the trajectory. The
-first row has the whole conversation as `messages`. The score is that of the trajectory.
 """
 
 from __future__ import annotations
@@ -141,19 +139,14 @@ def sample_rows(
         media = batch.non_tensor_batch.get(MEDIA, no_media)[index] or ()
         key = tuple(prompt)
         if media or key not in texts:
-            text = ""
-            done = 0
-            for medium in media:
-                text += decode(prompt[done : medium.start + 1])
-                done = medium.start + medium.length
-            texts[key] = text + decode(prompt[done:])
+            texts[key] = _text(prompt, media, 0, decode)
         row: dict[str, Any] = {
             "prompt": texts[key],
-            "response": decode(response),
+            "response": _text(response, media, len(prompt), decode),
             "num_tokens": len(response),
         }
         if media:
-            row[MEDIA] = _media(prompt, media, decode)
+            row[MEDIA] = _media([*prompt, *response], media, len(prompt), decode)
         if scores:
             row["score"] = scores[index]
         row |= _facts(batch, index)
@@ -167,15 +160,31 @@ def sample_rows(
     return rows
 
 
-def _media(prompt: Sequence[int], media: Sequence[Medium], decode: Decode) -> list[dict[str, Any]]:
+def _text(ids: Sequence[int], media: Sequence[Medium], first: int, decode: Decode) -> str:
+    """Return the text of the ids of a row from its token `first` on, each medium with one placeholder."""
+    text = ""
+    done = 0
+    for medium in media:
+        if first <= medium.start < first + len(ids):
+            place = medium.start - first
+            text += decode(ids[done : place + 1])
+            done = place + medium.length
+    return text + decode(ids[done:])
+
+
+def _media(
+    ids: Sequence[int], media: Sequence[Medium], num_prompt: int, decode: Decode
+) -> list[dict[str, Any]]:
     entries = []
     for number, medium in enumerate(media):
         entry = {
             "kind": medium.kind,
-            "placeholder": decode(prompt[medium.start : medium.start + 1]),
+            "placeholder": decode(ids[medium.start : medium.start + 1]),
             "tokens": medium.length,
             "digest": medium.digest[:16],
         }
+        if medium.start >= num_prompt:
+            entry["in_response"] = True
         if medium.shown and number < ROW_PICTURES:
             form = "png" if medium.shown.startswith(b"\x89PNG") else "jpeg"
             entry["picture"] = f"data:image/{form};base64,{base64.b64encode(medium.shown).decode()}"

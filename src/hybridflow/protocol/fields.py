@@ -91,8 +91,8 @@ positive | B | bool | | driver | losses | the response is right (acc is 1): the 
 is_demonstration | B | bool | | trajectories | advantages, metrics | \
 SPIN, GKD: the data's answer, not a sampled one
 group_ids | B | int64 | | driver | advantages, losses | number of the group: the same for the same uid
-media | B | object | tuple | data | engines | pictures and videos of the prompt (`Medium`), the same objects \
-in all rows of a prompt; a batch without any lacks the column
+media | B | object | tuple | data | engines | pictures and videos of the row (`Medium`), those of a prompt \
+the same objects in all its rows; a batch without any lacks the column
 uid | B | object | str | collate | advantages, filters, metrics | group: the responses of one prompt share it
 finish_reason | B | object | str | rollout | filters, metrics | stop, length or abort
 solution_str | B | object | str | collate | rewards | text of the response without special tokens

@@ -212,7 +212,7 @@ def share_prompts(packed: PackedBatch) -> PackedBatch:
     num_kept = 0
     for length, prompt in zip(packed.lengths, packed.prompt_lengths, strict=True):
         end = start + length
-        pictures = tuple((at - start, name) for at, name in digests if start <= at < end)
+        pictures = tuple((at - start, name) for at, name in digests if start <= at < start + prompt)
         first = known.get(key := (ids[start : start + prompt].tobytes(), pictures))
         own = start if first is None else start + prompt
         if first is None:
@@ -251,7 +251,7 @@ def share_prompts(packed: PackedBatch) -> PackedBatch:
 def prompt_groups(batch: DataProto) -> list[int]:
     """A number for each row, the same for rows that begin with the same prompt, in order of appearance.
 
-    Prompts of equal tokens are the same only with equal media.
+    Prompts of equal tokens are the same only with equal media; media behind the prompt do not count.
     """
     width = batch.batch["response_mask"].shape[1]
     prompts, attended = (
@@ -260,11 +260,11 @@ def prompt_groups(batch: DataProto) -> list[int]:
     )
     media = batch.non_tensor_batch.get(MEDIA, [()] * len(batch))
     numbers: dict[object, int] = {}
-    rows = zip(prompts.cpu().numpy(), attended.cpu().bool().numpy(), media, strict=True)
-    return [
-        numbers.setdefault((ids.tobytes(), mask.tobytes(), own or ()), len(numbers))
-        for ids, mask, own in rows
-    ]
+    groups = []
+    for ids, mask, own in zip(prompts.cpu().numpy(), attended.cpu().bool().numpy(), media, strict=True):
+        read = tuple(medium for medium in own or () if medium.start < mask.sum())
+        groups.append(numbers.setdefault((ids.tobytes(), mask.tobytes(), read), len(numbers)))
+    return groups
 
 
 def make_rows(

@@ -25,7 +25,7 @@ Units = tuple[Unit, ...]
 
 MediumKind = Literal["image", "video"]
 MEDIA = "media"
-"""The object column of the media of each row, a tuple of `Medium`; rows of one prompt share these objects."""
+"""The object column of the media of each row, a tuple of `Medium`; rows of one prompt share those of it."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class Medium:
     """
 
     start: int
-    """Place of its first placeholder in the prompt's token ids."""
+    """Place of its first placeholder in the token ids of its prompt, or of its row."""
     length: int
     """Number of its placeholders."""
     digest: str
@@ -87,7 +87,7 @@ class Prompt:
 
 
 def make_position_ids(length: int, media: Sequence[Medium]) -> Tensor:
-    """Return the positions of a row of `length` tokens that begins with a prompt with these media.
+    """Return the positions of a row of `length` tokens with these media.
 
     They are [length] int64, or [3, length] where a medium has three for each token.
     """

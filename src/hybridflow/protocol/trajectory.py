@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridflow.protocol.prompt import Prompt
+from hybridflow.protocol.prompt import Medium, Prompt
 from hybridflow.protocol.spans import TraceSpan
 
 FailureCause = Literal["infrastructure", "environment", "data", "deadline", "cancelled"]
@@ -83,8 +83,15 @@ class Lineage:
 
     prompt: Prompt
     segments: tuple[Segment, ...] = ()
+    given_media: tuple[Medium, ...] = ()
+    """Media in the given segments, behind those of the prompt; places count from the row's first token."""
     routes: NDArray[np.int16] | None = field(default=None, compare=False)
     """Experts [tokens, W] that all tokens but the last went to in generation; None: not recorded."""
+
+    @property
+    def media(self) -> tuple[Medium, ...]:
+        """All media of the row, in the order of their placeholders."""
+        return self.prompt.media + self.given_media
 
     @property
     def response_ids(self) -> list[int]:
@@ -160,9 +167,9 @@ def rows_of(calls: Iterable[PolicyCall]) -> tuple[Lineage, ...]:
     """Return the rows that follow from the calls of one trajectory, in the order of their first calls.
 
     The extension property decides: a call goes on with a row where its prompt begins with exactly all ids of
-    that row so far and has the same media. The rest of the prompt is then a given segment and the output a
-    sampled one. Of several such rows the longest is taken, and of equally long ones the one with the newest
-    call. Every other call starts its own row, for which its whole prompt is given. A call without
+    that row so far, under the same media. The rest of the prompt, with its media, is then a given segment and
+    the output a sampled one. Of several such rows the longest is taken, and of equally long ones the one with
+    the newest call. Every other call starts its own row, for which its whole prompt is given. A call without
     sampled tokens, or one that was not accepted, gives nothing. Every other sampled token is in exactly one
     sampled segment.
     """
@@ -172,12 +179,12 @@ def rows_of(calls: Iterable[PolicyCall]) -> tuple[Lineage, ...]:
         extended = [row for row in rows if row.begins(call.prompt)]
         if extended:
             row = max(extended, key=lambda each: (len(each.units), each.newest_call))
-            row.give(call.prompt.token_ids[len(row.units) :])
+            row.give(call.prompt)
         else:
             row = _GrowingRow(call.prompt)
             rows.append(row)
         row.sample(call.output, number)
-    return tuple(Lineage(row.prompt, tuple(row.segments), row.routes) for row in rows)
+    return tuple(Lineage(row.prompt, tuple(row.segments), row.given_media, row.routes) for row in rows)
 
 
 class _GrowingRow:
@@ -187,26 +194,27 @@ class _GrowingRow:
         self.prompt = prompt
         self.segments: list[Segment] = []
         self.units = prompt.key
+        self.given_media: tuple[Medium, ...] = ()
         self.newest_call = -1
         self.routes: NDArray[np.int16] | None = None
 
     def begins(self, prompt: Prompt) -> bool:
         """Return whether `prompt` begins with all tokens of this row, under the same media."""
-        as_many_media = len(prompt.media) == len(self.prompt.media)
-        return as_many_media and prompt.key[: len(self.units)] == self.units
+        return prompt.key[: len(self.units)] == self.units
 
-    def give(self, token_ids: tuple[int, ...]) -> None:
-        """Add tokens that the policy read; add nothing where there are none."""
+    def give(self, prompt: Prompt) -> None:
+        """Add what a prompt that begins with this row has behind it; add nothing where there is nothing."""
+        token_ids = prompt.token_ids[len(self.units) :]
         if token_ids:
-            self._add(Segment(token_ids))
+            self.segments.append(Segment(token_ids))
+        self.units = prompt.key
+        self.given_media = prompt.media[len(self.prompt.media) :]
 
     def sample(self, output: Sampled, call: int) -> None:
         """Add tokens that the policy wrote in its call number `call`, from 0."""
         versions = tuple(output.policy_versions)
-        self._add(Segment(tuple(output.token_ids), True, tuple(output.log_probs), versions, call))
+        token_ids = tuple(output.token_ids)
+        self.segments.append(Segment(token_ids, True, tuple(output.log_probs), versions, call))
+        self.units += token_ids
         self.newest_call = call
         self.routes = getattr(output, "routes", None)  # of all tokens up to here, and not of every engine
-
-    def _add(self, segment: Segment) -> None:
-        self.segments.append(segment)
-        self.units += segment.token_ids

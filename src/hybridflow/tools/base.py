@@ -8,10 +8,12 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from hybridflow.data.messages import MEDIA_PARTS
+from hybridflow.data.pictures import Picture, media_in, pack_media
 from hybridflow.errors import ConfigError, HybridFlowError
 from hybridflow.processes.errors import CallFailed, CallTooLong, ProcessLost
 
@@ -55,27 +57,53 @@ class ToolAnswer:
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers of this call; the trackers show their means over trajectories."""
     problem: ToolProblem = ""
+    images: tuple[Any, ...] = ()
+    """Pictures that the model reads before the text, in any form that data have; `answer_of` makes data URLs
+    of them, unless they are addresses.
+    """
 
 
 def answer_of(value: Any) -> ToolAnswer:
     """Convert the return value of a user's tool to an answer.
 
-    A text, a `ToolAnswer`, an object with a `text` (verl's ToolResponse), anything that JSON can write, or a
-    tuple (answer, reward) or (answer, reward, metrics), where metrics that are no numbers are left out.
-    Raises TypeError or ValueError for pictures, and for a reward that is no finite number.
+    A text, a picture of PIL, parts of text and pictures in OpenAI's form, a `ToolAnswer`, an object with a
+    `text` and an `image` (verl's ToolResponse), anything that JSON can write, or a tuple (answer, reward) or
+    (answer, reward, metrics), where metrics that are no numbers are left out.
+    Raises TypeError or ValueError for a picture that cannot be read, for videos, and for a reward that is no
+    finite number.
     """
     if isinstance(value, ToolAnswer):
         finite_reward(value.reward)
-        return value
+        return replace(value, images=tuple(map(pack_media, value.images)))
     if isinstance(value, tuple) and 1 <= len(value) <= 3:
         answer, reward, metrics = (*value, None, None)[:3]
-        return ToolAnswer(answer_of(answer).text, finite_reward(reward or 0.0), numbers_of(metrics or {}))
-    if getattr(value, "image", None) or getattr(value, "video", None):
-        raise TypeError("the tool answers with pictures or videos, wanted a text")
+        inner = answer_of(answer)
+        return ToolAnswer(
+            inner.text, finite_reward(reward or 0.0), numbers_of(metrics or {}), images=inner.images
+        )
+    if isinstance(value, Picture):
+        return ToolAnswer(images=(pack_media(value),))
+    if _has_pictures(value):
+        images = tuple(pack_media(media_in(part)) for part in value if part["type"] != "text")
+        return ToolAnswer(" ".join(str(part["text"]) for part in value if "text" in part), images=images)
+    if getattr(value, "video", None):
+        raise TypeError("the tool answers with a video, wanted a text or pictures")
+    given = getattr(value, "image", None) or []
+    images = tuple(map(pack_media, given if isinstance(given, list | tuple) else [given]))
     text = getattr(value, "text", value)
     if text is None:
-        return ToolAnswer()
-    return ToolAnswer(text if isinstance(text, str) else json.dumps(text, ensure_ascii=False, default=str))
+        return ToolAnswer(images=images)
+    written = text if isinstance(text, str) else json.dumps(text, ensure_ascii=False, default=str)
+    return ToolAnswer(written, images=images)
+
+
+def _has_pictures(value: Any) -> bool:
+    """Return whether a value is a list of parts of text and pictures, with a picture among them."""
+    if not isinstance(value, list) or not all(isinstance(part, Mapping) for part in value):
+        return False
+    pictures = [part for part in value if MEDIA_PARTS.get(str(part.get("type"))) == "image"]
+    others = [part for part in value if part.get("type") == "text" and "text" in part]
+    return any(map(media_in, pictures)) and len(pictures) + len(others) == len(value)
 
 
 def numbers_of(values: Mapping[Any, Any]) -> dict[str, float]:

@@ -53,8 +53,10 @@ class MCPBaseTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        text, metadata = self._parse_tool_result(await self.servers.call(self.name, parameters))
-        return ToolResponse(text=text), 0.0, metadata
+        content = await self.servers.call(self.name, parameters)
+        text, metadata = self._parse_tool_result(content)
+        images = [f"data:image;base64,{part.data}" for part in content if part.type == "image"]
+        return ToolResponse(text=text, image=images), 0.0, metadata
 
     def _parse_tool_result(self, content: Sequence[Any]) -> tuple[str, dict[str, Any]]:
         """Return what the model reads of a result's parts, and numbers about it."""

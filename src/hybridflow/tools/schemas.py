@@ -51,8 +51,9 @@ def schema_with(name: str, description: str, **arguments: dict[str, Any]) -> Ope
 
 
 class ToolResponse(BaseModel):
-    """Answer of a tool. Our loops read `text`; a tool that answers with pictures is an error."""
+    """Answer of a tool: the model reads the pictures, in any form that data have, and then the text."""
 
     text: str | None = None
     image: list[Any] | None = None
     video: list[Any] | None = None
+    """Not read: an answer with a video is an error."""

@@ -139,7 +139,8 @@ class MethodTool:
         if self._takes_id:
             arguments = {**arguments, CALL_ID: call_id}
         try:
-            return answer_of(await self._target.call(self._method, deadline_s=deadline_s, **arguments))
+            found = await self._target.call(self._method, deadline_s=deadline_s, **arguments)
+            return await asyncio.to_thread(answer_of, found)  # pictures take a while
         except CallFailed as error:
             return answer_of_failure(self.name, error, deadline_s)
         except (TypeError, ValueError) as error:  # what it returned is no answer
@@ -149,7 +150,7 @@ class MethodTool:
         """Ask the environment for the answer of a call that was cut off."""
         try:
             found = await self._target.call("outcome", call_id, deadline_s=deadline_s)
-            return None if found is None else answer_of(found)
+            return None if found is None else await asyncio.to_thread(answer_of, found)
         except CallFailed as error:
             raise _no_outcome(self.name, call_id, error) from error
 

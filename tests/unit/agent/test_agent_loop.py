@@ -324,8 +324,9 @@ def test_the_page_s_examples_run(tmp_path: Path) -> None:
     page = Path(__file__).parents[3] / "docs" / "agents" / "agent_loops.md"
     blocks = re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL)
     turns = []
-    for number, name in enumerate(("Careful", "TwoTries")):
-        (tmp_path / f"{name}.py").write_text(blocks[number])
+    for name in ("Careful", "TwoTries"):
+        (block,) = [block for block in blocks if f"class {name}" in block]
+        (tmp_path / f"{name}.py").write_text(block)
         agent = load_agent_loop(f"{tmp_path / name}.py:{name}", config(), TOKENIZER)
         (found,) = played(agent, episode(raw_prompt=QUESTION))
         assert found.outcome.kind == "finished" and len(found.lineages) == 1, found.outcome.detail

@@ -230,7 +230,7 @@ def test_conversations_are_text_and_cut(tmp_path: Path) -> None:
     call = {"id": "a", "function": {"name": "add", "arguments": {"a": 1}}}
     messages = [
         {"role": "assistant", "content": None, "tool_calls": [call, {"name": "sub", "arguments": "{}"}]},
-        {"role": "tool", "name": "add", "content": [{"type": "text", "text": NASTY}]},
+        {"role": "tool", "name": "add", "content": [{"type": "image"}, {"type": "text", "text": NASTY}]},
         {"role": "user", "content": "x" * MAX_TEXT},
         {"role": "user", "content": "y"},
         {"role": "user", "content": "z"},
@@ -239,6 +239,7 @@ def test_conversations_are_text_and_cut(tmp_path: Path) -> None:
     shown = collect(tmp_path)["details"]["samples/1"][0]["messages"]
     assert shown[0] == {"role": "assistant", "content": "", "calls": ['add({"a": 1})', "sub({})"]}
     assert shown[1]["role"] == "tool add" and "alert(1)" in shown[1]["content"]
+    assert shown[1]["content"].startswith("[image]")
     assert sum(len(message["content"]) for message in shown[:3]) < MAX_TEXT
     assert shown[3:] == [{"role": "…", "content": "2 more messages", "calls": []}]
 

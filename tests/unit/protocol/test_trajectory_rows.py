@@ -150,7 +150,8 @@ def test_other_media_under_equal_placeholders_never_share_a_row() -> None:
     same = PolicyCall(Prompt((1, 2, 3, 4), (cat,)), Output([5], [-1.0], [0]))
     more = PolicyCall(Prompt((1, 2, 3, 2), (cat, Medium(3, 1, "dog"))), Output([5], [-1.0], [0]))
     assert len(rows_of([first, other])) == 2 and len(rows_of([first, same])) == 1
-    assert len(rows_of([first, more])) == 2, "a row has the media of its first prompt"
+    (row,) = rows_of([first, more])
+    assert row.media == more.prompt.media and row.given_media == more.prompt.media[1:]
 
 
 def test_a_segment_and_an_outcome_refuse_what_does_not_fit() -> None:

@@ -16,19 +16,23 @@ from typing import Any
 import httpx
 import pytest
 import yaml
+from PIL import Image
 
 pytest.importorskip("mcp.server.mcpserver", reason="the extra mcp is not installed")
 
 from hybridflow.config.agent import MultiTurnConfig
+from hybridflow.data.pictures import pack_media, read_picture
 from hybridflow.errors import ConfigError
 from hybridflow.processes.local import LocalHosts
 from hybridflow.tools.base import ToolAnswer
 from hybridflow.tools.parsers import ToolCall
 from hybridflow.tools.toolset import Toolset
 
+PIXEL = pack_media(Image.new("RGB", (2, 2), (220, 30, 30))).partition(",")[2]
+"""A picture as base64."""
 SERVER = """
-import json, os, sys
-from mcp.server.mcpserver import MCPServer
+import base64, json, os, sys
+from mcp.server.mcpserver import Image, MCPServer
 from mcp.server.mcpserver.exceptions import ToolError
 
 server = MCPServer("shop")
@@ -48,6 +52,11 @@ def find(query: str) -> str:
     return json.dumps({"query": query, "results": [{"title": query.upper()}]})
 
 @server.tool()
+def look() -> list:
+    "Look into the shop."
+    return ["a shelf", Image(data=base64.b64decode("PIXEL"), format="png")]
+
+@server.tool()
 def process() -> str:
     "Say the number of the process."
     return str(os.getpid())
@@ -56,7 +65,7 @@ if len(sys.argv) > 1:
     server.run("streamable-http", port=int(sys.argv[1]))
 else:
     server.run()
-"""
+""".replace("PIXEL", PIXEL)
 BASE = "hybridflow.tools.mcp_base_tool.MCPBaseTool"
 
 
@@ -119,7 +128,7 @@ def answers(toolset: Toolset, *calls: ToolCall) -> list[ToolAnswer]:
 
 
 def check(toolset: Toolset) -> None:
-    assert list(toolset.specs) == ["price", "find", "process"]
+    assert list(toolset.specs) == ["price", "find", "look", "process"]
     function = dict(toolset.specs["price"].schema)["function"]
     assert function["description"] == "Say what something costs."
     assert function["parameters"]["required"] == ["item"]
@@ -132,6 +141,8 @@ def check(toolset: Toolset) -> None:
     assert found[0] == ToolAnswer("egg: 6")
     assert found[1].problem == "raised" and "not for sale" in found[1].text
     assert found[2].problem == "malformed"
+    (seen,) = answers(toolset, ToolCall("look", "{}"))
+    assert seen.text == "a shelf" and read_picture(seen.images[0]).getpixel((0, 0)) == (220, 30, 30)
 
 
 def test_a_program_over_stdio_serves_all_trajectories_and_comes_back(
@@ -175,7 +186,7 @@ def test_verls_search_tool_takes_selected_tools_and_reads_their_hits(
 
 def test_servers_that_are_wrong_are_errors(address: dict[str, Any], tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigError, match="no server has \\['lose'\\]; they have \\['find', 'price', 'process'\\]"
+        ConfigError, match="no server has \\['lose'\\]; they have \\['find', 'look', 'price', 'process'\\]"
     ):
         load(tmp_path, address, tool_selected_list=["lose"])
     with pytest.raises(ConfigError, match="'shop' cannot be used"):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tiny_trainer import build, ppo_config
@@ -40,7 +42,10 @@ def test_a_critic_reads_the_pictures_too(tmp_path: Path) -> None:
     ("keys", "said"),
     [
         (["actor_rollout_ref.rollout.name=hf"], "rollout.name=hf is given token ids alone: set it to native"),
-        (["data.environment=guess"], "agents, tools and environments read the text of a row alone"),
+        (
+            ["actor_rollout_ref.rollout.agent.command=[ls]"],
+            r"a command \(agent.command\) is given text alone",
+        ),
     ],
 )
 def test_what_reads_text_alone_is_refused(keys: list[str], said: str, tmp_path: Path) -> None:
@@ -51,3 +56,89 @@ def test_what_reads_text_alone_is_refused(keys: list[str], said: str, tmp_path: 
     config = ppo_config(picture_model(), tmp_path / "run", *PICTURES, *keys, own)
     with pytest.raises(ConfigError, match=f"the data has pictures, and .*{said}"), build(config):
         pass
+
+
+def test_ranks_that_share_rows_read_no_pictures(tmp_path: Path) -> None:
+    keys = ("actor_rollout_ref.actor.ulysses_sequence_parallel_size=2", "trainer.n_gpus_per_node=2")
+    with pytest.raises(
+        ConfigError, match="makes pictures, and ranks that share rows read none: set actor_ro"
+    ):
+        ppo_config(picture_model(), tmp_path / "run", *PICTURES, *keys)
+
+
+def test_an_agent_that_reads_text_alone_is_named(tmp_path: Path) -> None:
+    (tmp_path / "agent.py").write_text("def run(base_url, row):\n    return 1.0\n")
+    key = f"actor_rollout_ref.rollout.agent.default_agent_loop='{tmp_path / 'agent.py'}:run'"
+    config = ppo_config(picture_model(), tmp_path / "run", *PICTURES, key)
+    with (
+        pytest.raises(ConfigError, match=r"pictures, and the agent .*:run reads the text of a row"),
+        build(config),
+    ):
+        pass
+
+
+WORLD = """
+import io
+from PIL import Image
+from hybridflow.environments import Environment, Step
+
+class Zoom(Environment):
+    def reset(self, row):
+        self.picture = Image.open(io.BytesIO(row["images"][0]["bytes"]))
+        self.turns = 0
+        return row["raw_prompt"]
+
+    def step(self, text):
+        self.turns += 1
+        half = self.picture.crop((0, 0, 8, 8 * self.turns)).resize((16, 16))
+        parts = [{"type": "image", "image": half}, {"type": "text", "text": "red ?"}]
+        return Step(parts, reward=len(text) / 8, done=self.turns == 1 + self.step_seed % 3)
+"""
+TURNS = (
+    *("data.task.size=16", "data.max_prompt_length=48", "data.max_response_length=2"),
+    "actor_rollout_ref.rollout.max_model_len=240",
+    f"actor_rollout_ref.rollout.stop_token_ids=[{','.join(map(str, range(100)))}]",
+    "actor_rollout_ref.rollout.n=4",
+    "actor_rollout_ref.actor.use_prefix_grouper=true",
+    "algorithm.adv_estimator=grpo",
+    "trainer.test_freq=-1",
+    "trainer.logger=[jsonl]",
+)
+
+
+def zoomed(tmp_path: Path, *keys: str) -> tuple[dict[int, dict[str, float]], list[dict[str, Any]]]:
+    """Train with an environment that answers with pictures; return metrics by step, and the first samples."""
+    (tmp_path / "world.py").write_text(WORLD)
+    environment = f"data.environment='{tmp_path / 'world.py'}:Zoom'"
+    keys = ("data.task.name=red_squares", environment, *TURNS, *keys)
+    with build(ppo_config(picture_model(), tmp_path / "run", *keys)) as trainer:
+        trainer.fit()
+    lines = (tmp_path / "run" / "samples" / "1.jsonl").read_text().splitlines()
+    return read_metrics(tmp_path / "run" / "metrics.jsonl"), [json.loads(line) for line in lines]
+
+
+def test_a_run_reads_the_pictures_of_an_environment(tmp_path: Path) -> None:
+    steps, rows = zoomed(tmp_path, "actor_rollout_ref.rollout.agent.num_workers=1")
+    for step in (1, 2):
+        assert steps[step]["training/rollout_log_probs_diff_max"] < 1e-5
+        assert steps[step]["actor/grad_norm"] > 0 and steps[step]["agent/num_rows/mean"] == 1.0
+    assert steps[1]["agent/num_turns/max"] >= 2
+    several = [row for row in rows if len(row["media"]) > 1]
+    assert several, "conversations of several turns have several pictures"
+    for row in rows:
+        later = [medium for medium in row["media"] if medium.get("in_response")]
+        assert len(later) == len(row["media"]) - 1 == row["response"].count("<|image_pad|>")
+        assert row["prompt"].count("<|image_pad|>") == 1
+        if "messages" in row:
+            assert row["messages"][0]["content"] == [{"type": "image"}, {"type": "text", "text": "red ?"}]
+    assert any("picture" in medium for row in several for medium in row["media"] if medium.get("in_response"))
+
+
+def test_generation_and_training_agree_to_the_bit_with_pictures(tmp_path: Path) -> None:
+    keys = (
+        "actor_rollout_ref.rollout.exact=true",
+        "actor_rollout_ref.actor.use_prefix_grouper=false",
+        "actor_rollout_ref.rollout.agent.num_workers=0",
+    )
+    steps, _ = zoomed(tmp_path, *keys)
+    assert [steps[step]["training/rollout_log_probs_diff_max"] for step in (1, 2)] == [0.0, 0.0]

@@ -162,6 +162,10 @@ def _messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
         calls = [call.get("function", call) for call in message.get("tool_calls") or []]
         texts = [f"{call.get('name')}({_text(call.get('arguments'))})" for call in calls]
         content = _text(message.get("content"))
+        if isinstance(parts := message.get("content"), list) and all(
+            isinstance(part, dict) for part in parts
+        ):
+            content = "".join(str(part.get("text") or f"[{part.get('type')}]") for part in parts)
         role = " ".join(str(message[key]) for key in ("role", "name") if message.get(key))
         kept.append({"role": role, "content": content[:left], "calls": [text[:left] for text in texts]})
         left -= len(content) + sum(map(len, texts))

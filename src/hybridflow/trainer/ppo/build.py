@@ -141,7 +141,6 @@ def build(config: PPOConfig, *, patience: float = 0.0) -> Iterator[PPOTrainer]:
                 dynamic_sampling=config.algorithm.filter_groups.enable,
                 demonstrations=shows_data(config, find_estimator(config.algorithm).needs),
             )
-        _refuse_pictures(config, data)
         _refuse_idle_sources(config, data)
         journal = Journal.of_run(config)
         if journal is not None:
@@ -152,6 +151,7 @@ def build(config: PPOConfig, *, patience: float = 0.0) -> Iterator[PPOTrainer]:
             closing(build_reward_manager(config.reward, config.trainer.seed)) as rewards,
             closing(Agents(config, tokenizer, data.agent_names, journal)) as agents,
         ):
+            _refuse_pictures(config, data, agents)
             yield from _trainer(config, run, tokenizer, data, rewards, agents, step_class)
 
 
@@ -172,11 +172,9 @@ def _check_own_algorithms(config: PPOConfig) -> None:
             )
 
 
-def _refuse_pictures(config: PPOConfig, data: PromptData) -> None:
-    """Raise ConfigError where rows have pictures and the generation engine reads text only."""
-    if not data.has_media:
-        return
-    if reason := reads_text_alone(config, by_rows=bool(data.agent_names - {"single_turn_agent"})):
+def _refuse_pictures(config: PPOConfig, data: PromptData, agents: Agents) -> None:
+    """Raise ConfigError where rows have pictures, and the engines or an agent of the run read text only."""
+    if data.has_media and (reason := reads_text_alone(config) or agents.read_text_alone):
         raise ConfigError(f"the data has pictures, and {reason}")
 
 

@@ -92,8 +92,9 @@ class TrajectoryPage {
 
   rowNodes(row, count) {
     const name = count > 1 ? `, row ${(row.lineage ?? 0) + 1} of ${count}` : "";
-    const nodes = [el("div", { class: "block-head" }, `prompt${name}`), el("div", { class: "text", tabindex: 0 }, withMedia(row.prompt ?? "", row.media, this.pictures))];
-    if (!row.tokens?.text) return [...nodes, el("div", { class: "block-head" }, "response"), el("div", { class: "text", tabindex: 0 }, row.response ?? "")];
+    const nodes = [el("div", { class: "block-head" }, `prompt${name}`), el("div", { class: "text", tabindex: 0 }, withMedia(row.prompt ?? "", row.media, this.pictures, false))];
+    if (!row.tokens?.text) return [...nodes, el("div", { class: "block-head" }, "response"), el("div", { class: "text", tabindex: 0 }, withMedia(row.response ?? "", row.media, this.pictures, true))];
+    if (row.media?.some((medium) => medium.in_response)) nodes.push(el("div", { class: "block-head" }, "pictures of the response"), el("div", { class: "text" }, withMedia("", row.media, this.pictures, true)));
     const choices = this.choices.filter((one) => one.has(row.tokens));
     if (!choices.some((one) => one.name === this.colour)) this.colour = choices[0]?.name ?? "none";
     const text = el("div", { class: "text", tabindex: 0 });
@@ -129,10 +130,11 @@ function conversation(messages) {
     el("span", { class: "role" }, message.role), el("div", {}, message.content), message.calls.map((call) => el("div", { class: "call" }, `⚙ ${call}`)))));
 }
 
-// A prompt with its pictures in their places; one that the run did not keep is named there. Nothing is fetched.
-function withMedia(text, media = [], pictures = {}) {
+// A prompt, or a response, with its pictures in their places; one that the run did not keep is named there. Nothing is fetched.
+function withMedia(text, media = [], pictures = {}, inResponse) {
   let rest = text;
   const nodes = media.flatMap((medium, index) => {
+    if (Boolean(medium.in_response) !== inResponse) return [];
     const at = rest.indexOf(medium.placeholder), before = at < 0 ? rest : rest.slice(0, at), src = pictures[medium.digest];
     rest = at < 0 ? "" : rest.slice(at + medium.placeholder.length);
     const name = `${medium.kind} ${index + 1} of ${media.length}, ${medium.tokens} tokens`;

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from hybridflow.algorithms.aggregation import LossScale, masked_sum
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.needs import wants_full_kl
@@ -19,7 +21,7 @@ from hybridflow.workers.correction import complete_correction, sampled_rows
 from hybridflow.workers.log_prob_check import LogProbCheck, OffPolicy, measure_off_policy
 from hybridflow.workers.losses import find_policy_loss, policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, Prepare, add_update, mini_batches
-from hybridflow.workers.state import StatefulGroup, StatefulWorker, sharing_prompts
+from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
 POLICY_COLUMNS = ("input_ids", "attention_mask", "response_mask")
 """The columns that a forward of a policy or a value model reads."""
@@ -73,7 +75,7 @@ class ActorWorker(StatefulWorker):
             config.ppo_max_token_len_per_gpu,
             config.ppo_micro_batch_size_per_gpu,
             keep_groups=self.loss.keeps_groups,
-            share_prompts=config.use_prefix_grouper is True,
+            share_prompts=log_prob_limits.share_prompts,
         )
 
     @register(
@@ -157,12 +159,9 @@ class ActorWorker(StatefulWorker):
     def set_exact(self, mode: ExactMode | None) -> None:
         """Compute in this mode from now on; a rollout that shares the module generates in it."""
         self.engine.policy.exact = mode
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def share_prompts(self) -> None:
-        """Compute a prompt once for its responses from now on, in a model that can: see `sharing_prompts`."""
-        self.limits = sharing_prompts(self.engine, self.limits)
-        self.log_prob_limits = sharing_prompts(self.engine, self.log_prob_limits)
+        if mode is not None:  # rows that share a prompt have other bits
+            self.limits = replace(self.limits, share_prompts=False)
+            self.log_prob_limits = replace(self.log_prob_limits, share_prompts=False)
 
     @register(dispatch_mode=Dispatch.ALL_TO_ALL)
     def export_buckets(self, version: int) -> WeightShare:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
+from dataclasses import replace
 
 from hybridflow.controller import Dispatch, register
 from hybridflow.engines import BatchLimits, OutputSpec, TrainEngine
@@ -19,7 +20,7 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import TOP_OUTCOMES, PackedBatch
 from hybridflow.workers.actor import POLICY_COLUMNS
-from hybridflow.workers.state import StatefulGroup, StatefulWorker, sharing_prompts
+from hybridflow.workers.state import StatefulGroup, StatefulWorker
 
 TEACHER_COLUMN = "teacher_log_probs"
 
@@ -97,9 +98,9 @@ class ReferenceWorker(StatefulWorker):
         return DataProto.concat(parts).select_idxs(sorted(range(len(order)), key=order.__getitem__))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def share_prompts(self) -> None:
-        """Compute a prompt once for its responses from now on, as the actor does."""
-        self.limits = sharing_prompts(self.engine, self.limits)
+    def keep_prompts_apart(self) -> None:
+        """Compute the prompt of each row from now on, as the actor does in exact mode."""
+        self.limits = replace(self.limits, share_prompts=False)
 
     def _columns(self, outputs: Outputs) -> DataProto:
         columns = {self.column: outputs["log_probs"]}

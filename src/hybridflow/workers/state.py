@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,21 +20,11 @@ from hybridflow.controller import Dispatch, Worker, WorkerGroup, register
 from hybridflow.distributed.process_group import gather_objects
 from hybridflow.distributed.shards import is_absent, local, placed_like
 from hybridflow.distributed.transfers import HostBuffers
-from hybridflow.engines import BatchLimits, TrainEngine
+from hybridflow.engines import TrainEngine
 from hybridflow.errors import CheckpointError
-from hybridflow.models.attention.rope import length_limit
 
 Digests = Mapping[str, FileDigest]
 """By name of the file in the folder."""
-
-
-def sharing_prompts(engine: TrainEngine, limits: BatchLimits) -> BatchLimits:
-    """Return `limits` with prompts computed once; as they are for a model whose rotary frequencies change
-    with the length of a row, because its rows cannot share a prompt.
-    """
-    if length_limit(engine.policy.config) is not None:
-        return limits
-    return replace(limits, share_prompts=True)
 
 
 class StatefulWorker(Worker):

@@ -42,7 +42,7 @@ from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.trainer.models import check_reference_tokens
 from hybridflow.trainer.ppo.columns import KLController, find_estimator, find_estimators, kl_controller
-from hybridflow.trainer.ppo.exact import ExactState, settle_exact, settle_prompts
+from hybridflow.trainer.ppo.exact import ExactState, settle_exact
 from hybridflow.trainer.ppo.model_rewards import add_reward_model
 from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer
 from hybridflow.trainer.ppo.run_plan import Predictor, make_predictor
@@ -234,7 +234,6 @@ def _trainer(
     store = run.resume(state)
     with progress.phase("comparing log-probs of generation and training"):
         settle_exact(config, roles, exact)
-    settle_prompts(config, roles, exact)
     predictor = make_predictor(config, roles)
     failures.begin(state.step)
     with (

@@ -23,7 +23,6 @@ from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.errors import ConfigError
 from hybridflow.models.exact_mode import ExactMode
 from hybridflow.trainer.ppo.columns import find_estimators
-from hybridflow.trainer.roles.parallel_layout import may_share_prompts
 from hybridflow.trainer.roles.roles import Roles
 from hybridflow.workers import ActorWorker, ReferenceWorker, RolloutWorker
 
@@ -84,6 +83,8 @@ def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
         return
     roles.actor.call_list(ActorWorker.set_exact, chosen)
     roles.rollout.call_list(RolloutWorker.set_exact, chosen)
+    if roles.reference is not None:
+        roles.reference.call(ReferenceWorker.keep_prompts_apart)
     state.batch_invariant = True
     state.may_reuse = no_reuse is None
     if wanted is True:
@@ -106,17 +107,6 @@ def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
         "exact mode: generation and training give a token the same log-prob to the bit here, so the pass "
         "that would recompute old log-probs is left out"
     )
-
-
-def settle_prompts(config: PPOConfig, roles: Roles, state: ExactState) -> None:
-    """Let rows of a prompt share it where the run decides that itself, and exact mode is not on."""
-    if state.batch_invariant or not may_share_prompts(config):
-        return
-    if config.actor_rollout_ref.actor.use_prefix_grouper is None:
-        roles.actor.call(ActorWorker.share_prompts)
-        if roles.reference is not None:
-            roles.reference.call(ReferenceWorker.share_prompts)
-    logger.info("a prompt is computed once for all of its responses in a pass of training")
 
 
 def no_batch_invariance(config: PPOConfig, roles: Roles) -> str | None:

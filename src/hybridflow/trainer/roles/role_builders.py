@@ -25,10 +25,11 @@ from hybridflow.engines import BatchLimits, TrainEngine
 from hybridflow.engines.build import build_engine
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.adapters.lora import LoraSettings
+from hybridflow.models.attention.rope import length_limit
 from hybridflow.models.files.build import Kind, shape_of
 from hybridflow.observability.progress import progress
 from hybridflow.trainer.models import end_tokens, model_arguments
-from hybridflow.trainer.roles.parallel_layout import sizes
+from hybridflow.trainer.roles.parallel_layout import may_share_prompts, sizes
 from hybridflow.workers import (
     ActorWorker,
     CriticWorker,
@@ -83,7 +84,7 @@ class RoleBuilders:
         engine = self._engine("policy", "actor", config.optim, updates, config.grad_clip)
         cap = rollout.log_prob_max_token_len_per_gpu or config.ppo_max_token_len_per_gpu
         limits = BatchLimits(
-            cap, rollout.log_prob_micro_batch_size_per_gpu, share_prompts=config.use_prefix_grouper is True
+            cap, rollout.log_prob_micro_batch_size_per_gpu, share_prompts=self._shares_prompts(engine)
         )
         return ActorWorker(
             engine,
@@ -102,13 +103,13 @@ class RoleBuilders:
             config.log_prob_max_token_len_per_gpu
             or self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
         )
-        sharing = self.config.actor_rollout_ref.actor.use_prefix_grouper is True
-        limits = BatchLimits(cap, config.log_prob_micro_batch_size_per_gpu, share_prompts=sharing)
+        limits = BatchLimits(cap, config.log_prob_micro_batch_size_per_gpu)
         own = has_own_reference(self.config)
         adapters = LoraSettings.from_config(self.config.actor_rollout_ref.model) is not None
         if adapters and not own and self.process.has("actor"):
             if wants_full_kl(self.config.actor_rollout_ref.actor):
                 self._actor_engine().policy.reference = ReferenceHead(self._actor_engine(), adapted=True)
+            limits = replace(limits, share_prompts=self._shares_prompts(self._actor_engine()))
             return ReferenceWorker(
                 self._actor_engine(), temperature=rollout.temperature, limits=limits, without_adapters=True
             )
@@ -117,7 +118,17 @@ class RoleBuilders:
         if wants_full_kl(self.config.actor_rollout_ref.actor):
             key = "actor_rollout_ref.actor.kl_loss_type=full"
             self._actor_engine().policy.reference = self._head_beside_actor(engine, key, "low_var_kl")
+        limits = replace(limits, share_prompts=self._shares_prompts(engine))
         return ReferenceWorker(engine, temperature=rollout.temperature, limits=limits)
+
+    def _shares_prompts(self, engine: TrainEngine) -> bool:
+        """Return whether passes of an engine compute a prompt once; a run that decides this itself leaves out
+        models whose rotary frequencies change with the length of a row, because rows then share nothing.
+        """
+        decided = self.config.actor_rollout_ref.actor.use_prefix_grouper is None
+        if decided and length_limit(engine.policy.config) is not None:
+            return False
+        return may_share_prompts(self.config)
 
     def critic(self, info: RankInfo) -> CriticWorker:
         """Build the value model."""

@@ -65,6 +65,11 @@ class Source:
         else:
             logger.warning("%s has no %s beside it: its files cannot be verified", folder, MANIFEST)
         source = cls(folder, read_tensors(folder, MODEL), Path(began_from) if began_from else None)
+        if source.is_value and (folder / HF_FOLDER).is_dir():
+            raise CheckpointError(
+                f"{folder} holds a reward model, which is not merged: its run has saved the classifier as "
+                f"{folder / HF_FOLDER}, if checkpoint.save_contents has hf_model"
+            )
         if source.is_value and source.with_adapters:
             raise CheckpointError(
                 f"{folder} holds adapters of a critic, which no tool reads: only critics whose weights were "

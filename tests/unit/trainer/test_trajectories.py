@@ -362,7 +362,7 @@ def test_no_failed_trajectory_reaches_an_estimator(
     def unreachable(*_: Any, **__: Any) -> Any:
         raise AssertionError("an estimator was given rows of failed trajectories")
 
-    monkeypatch.setattr("hybridflow.trainer.ppo.step.estimate_advantages", unreachable)
+    monkeypatch.setattr("hybridflow.trainer.ppo.by_source.estimate_advantages", unreachable)
     settings = (f"algorithm.adv_estimator={estimator}", "trainer.total_training_steps=1")
     responses = 12 if estimator == "remax" else 8
     told = rf"(?s)every trajectory of all steps has failed, .*: {responses} by environment.*ValueError"

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from hybridflow.agent.journal import Journal, settings_of
 from hybridflow.checkpoint.layout import REFERENCE
@@ -52,7 +52,7 @@ from hybridflow.trainer.profiling import StepProfiler
 from hybridflow.trainer.replay.kept_rows import KeptRows, not_kept
 from hybridflow.trainer.resume import model_facts
 from hybridflow.trainer.roles.roles import Roles, needed_roles
-from hybridflow.trainer.roles.worker_groups import start_roles
+from hybridflow.trainer.roles.worker_groups import judge_server, start_judge, start_roles
 from hybridflow.trainer.run import PreparedRun, huggingface_writer, started, steps_of
 from hybridflow.trainer.schedules.collector import Collector, Collectors, collector_factories
 from hybridflow.trainer.schedules.continuous import ContinuousSource
@@ -67,6 +67,9 @@ from hybridflow.trainer.stopping import expiry_of
 from hybridflow.trainer.trainer import Trainer
 from hybridflow.trainer.why.findings import waits_written
 from hybridflow.workers.losses import find_policy_loss
+
+if TYPE_CHECKING:
+    from hybridflow.trainer.roles.judges import JudgeServer
 
 
 def make_source(
@@ -144,10 +147,13 @@ def build(config: PPOConfig, *, patience: float = 0.0) -> Iterator[PPOTrainer]:
             anew = config.trainer.resume_mode == "disable" and not patience
             journal.settle({**model_facts(config), "settings": settings_of(config)}, anew=anew)
         with (
-            closing(build_reward_manager(config.reward, config.trainer.seed)) as rewards,
+            judge_server(config) as judge,
+            closing(
+                build_reward_manager(config.reward, config.trainer.seed, judge.access if judge else None)
+            ) as rewards,
             closing(Agents(config, tokenizer, data.agent_names, journal)) as agents,
         ):
-            yield from _trainer(config, run, tokenizer, data, rewards, agents, step_class)
+            yield from _trainer(config, run, tokenizer, data, rewards, agents, step_class, judge)
 
 
 def _check_own_algorithms(config: PPOConfig) -> None:
@@ -188,6 +194,7 @@ def _trainer(
     rewards: RewardManager,
     agents: Agents,
     step_class: type[PPOStep],
+    judge: JudgeServer | None,
 ) -> Iterator[PPOTrainer]:
     if data.train_loader is None:
         raise ConfigError("there is nothing to train on: set data.train_files or data.task.name")
@@ -196,6 +203,8 @@ def _trainer(
     needs = find_estimator(config.algorithm).needs
     more = collector_factories(config, data.agent_names, needs)
     roles = start_roles(config, tokenizer, run.start, total_steps, run.folder.nonfinite, more)
+    if judge is not None:
+        start_judge(config, tokenizer, run.start, roles, run.folder.nonfinite, judge)
     if roles.reward_model is not None:
         alone = partial(roles.alone, roles.reward_model.role)
         add_reward_model(rewards, roles.reward_model, config.reward, tokenizer, alone)

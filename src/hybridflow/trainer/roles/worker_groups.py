@@ -6,20 +6,29 @@ config ─► roles ─► devices ─► a backend, whose processes build engin
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hybridflow.config import PPOConfig
+from hybridflow.config.layout import JUDGE, lives_alone
+from hybridflow.config.reward import has_judge
 from hybridflow.controller import Factories, MeshInfo, Placement, WorkerFactory, WorkerHost
 from hybridflow.controller.build import Start, data_parallel, hosting
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.distributed.device import set_threads
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, install_extra
 from hybridflow.observability.progress import progress
 from hybridflow.trainer.roles.parallel_layout import meshes
 from hybridflow.trainer.roles.role_builders import facts_of
 from hybridflow.trainer.roles.roles import ROLES, Roles, factories, groups, needed_roles
 from hybridflow.trainer.run_folder import RunFolder
+from hybridflow.workers import RolloutGroup
+
+if TYPE_CHECKING:
+    from hybridflow.trainer.roles.judges import JudgeServer
 
 
 @contextmanager
@@ -69,5 +78,49 @@ def start_roles(
     def arrange(placement: Placement) -> Mapping[str, MeshInfo]:
         return {**data_parallel(placement), **meshes(config, names, placement)}
 
+    part = None
+    if JUDGE in names and lives_alone(config.trainer, JUDGE):  # `start_judge` starts it
+        names.remove(JUDGE)
+        part = methodcaller("without", JUDGE)
     with progress.phase("starting the workers"):
-        return groups(start(make, arrange), names, config)
+        return groups(start(make, arrange, part), names, config)
+
+
+def judge_server(config: PPOConfig) -> AbstractContextManager[JudgeServer | None]:
+    """Return the context in which the run's generative reward model has an address; None where it has none.
+
+    Raises ConfigError where the model does not suit its keys, or the server's libraries are missing.
+    """
+    if not has_judge(config.reward):
+        return nullcontext()
+    try:
+        from hybridflow.trainer.roles.judges import JudgeServer  # needs an extra
+    except ImportError as error:
+        raise ConfigError(
+            "reward.reward_model.kind=generative is served over HTTP, and FastAPI, uvicorn or "
+            f"prometheus-client is not installed: {install_extra('serve')}"
+        ) from error
+    return JudgeServer(config).listening()
+
+
+def start_judge(
+    config: PPOConfig, tokenizer: Tokenizer, start: Start, roles: Roles, nonfinite: Path, judge: JudgeServer
+) -> None:
+    """Have `judge` answer by the replicas among `roles`, or start those of a pool of their own and have it
+    answer by these.
+    """
+    if roles.judge is not None:
+        judge.begin({JUDGE: roles.judge}, None)
+        return
+    facts = facts_of(config, tokenizer, 1, nonfinite)
+    width = config.reward.reward_model.rollout.tensor_model_parallel_size
+    placement = Placement.from_config(config.trainer, needed_roles(config))
+    replicas = {part.pools[0].name: part for part in placement.replicas(JUDGE, width)}
+
+    def start_one(name: str) -> RolloutGroup:
+        part = replicas[name]
+        backend = start(partial(factories, facts), partial(meshes, config, [JUDGE]), lambda whole: part)
+        return RolloutGroup(backend, JUDGE)
+
+    with progress.phase("starting the judge"):
+        judge.begin({name: start_one(name) for name in replicas}, start_one)

@@ -124,6 +124,17 @@ def _model_kind(config: PPOConfig, given: Set[str], notes: list[str]) -> Values:
     return {key: "generative"}
 
 
+def _judge_engine(config: PPOConfig, given: Set[str], notes: list[str]) -> Values:
+    """The native engine in the place of those that verl serves a reward model with."""
+    key = f"{MODEL}.rollout.name"
+    name = config.reward.reward_model.rollout.name
+    if name in ("native", "hf"):
+        return {}
+    if has_judge(config.reward):
+        notes.append(f"{key}=native: the run starts its judge in this engine, and none in {name}")
+    return {key: "native"}
+
+
 def _model_reward(config: PPOConfig, given: Set[str], notes: list[str]) -> Values:
     """A reward model beside no chosen function is the whole reward."""
     reward = config.reward
@@ -282,6 +293,7 @@ PPO: Steps = (
     ((LOSS,), _bypass_loss),
     (("data.task.name",), _environment_rows),
     ((f"{MODEL}.kind",), _model_kind),
+    ((f"{MODEL}.rollout.name",), _judge_engine),
     (("reward.terms",), _model_reward),
     ((f"{ACTOR}.ppo_mini_batch_size",), _mini_batch),
     (("trainer.async.run_ahead",), _run_ahead),

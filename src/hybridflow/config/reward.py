@@ -154,10 +154,11 @@ JUDGE_OFFERS = ("reward_router_address", "reward_model_name", "reward_model_toke
 class JudgeEngineConfig:
     """The engines of a generative reward model: a replica on each tensor_model_parallel_size devices."""
 
-    name: Literal["native", "hf"] = key(
+    name: Literal["native", "hf", "vllm", "sglang"] = key(
         "native",
-        "Engine that generates the verdicts: native, or hf (transformers' generate, slow and plain). A judge "
-        "in vLLM or SGLang is a server of its own, whose address the term judge takes.",
+        "Engine that generates the verdicts: native, or hf (transformers' generate, slow and plain). For "
+        "vllm and sglang, native stands in, and a line says so: a judge in these is a server that you start, "
+        "whose address the term judge takes.",
     )
     tensor_model_parallel_size: int = key(
         1,

@@ -184,7 +184,7 @@ class RunPlan:
 
 
 def _layout(role: str, fsdp: FSDPConfig) -> Iterator[str]:
-    """Yield the overrides that spread the engine of a role so; a judge's replicas are as its keys have them."""
+    """Yield the overrides that spread the engine of a role so; replicas of a judge are as the keys say."""
     if role == JUDGE:
         return
     keys = ROLE_KEYS[role]

@@ -18,7 +18,7 @@ from hybridflow.config.checks.paths import first_row
 from hybridflow.config.model import NUMBERS_OF_EXPERTS, TOKENIZER_FILES, FSDPConfig, ModelConfig
 from hybridflow.config.needs import built_models, needs_teacher, reads_text_alone, teacher_reader
 from hybridflow.config.paths import is_remote, is_written_as_path, local
-from hybridflow.config.reward import has_judge
+from hybridflow.config.reward import RewardModelRoleConfig, has_judge
 from hybridflow.config.root import PPOConfig, SFTConfig
 
 NUMBERS_OF_HEADS = ("num_attention_heads", "num_key_value_heads")
@@ -51,6 +51,8 @@ def model_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
         first = first or model
     for block, model in _named_teachers(config):
         yield from model_problem(model, block, first.path if first else None)
+    if isinstance(config, PPOConfig) and has_judge(config.reward):
+        yield from _judge(config.reward.reward_model)
 
 
 def _named_teachers(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, ModelConfig]]:
@@ -137,11 +139,10 @@ def model_problem(model: ModelConfig, key: str, told: str | None = None) -> Iter
         yield f"{key}.tokenizer_path: there is no folder {model.tokenizer_path}"
 
 
-def judge_problems(config: PPOConfig) -> Iterator[str]:
+def _judge(learned: RewardModelRoleConfig) -> Iterator[str]:
     """Yield one line for each thing that a generative reward model lacks, as far as its folder shows it."""
-    learned = config.reward.reward_model
     model = learned.model
-    if not has_judge(config.reward) or not model.path or is_remote(model.path):
+    if not model.path or is_remote(model.path) or not local(model.path).is_dir():
         return
     block = "reward.reward_model.model"
     key = "reward.reward_model.rollout.tensor_model_parallel_size"

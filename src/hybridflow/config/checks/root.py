@@ -243,7 +243,7 @@ SHARED_FILES: tuple[Rule, ...] = (
 )
 SHARED_MODELS: Mapping[str, tuple[Rule, ...]] = {
     "training files": (paths.no_data,),
-    "models": (model.model_problems, model.judge_problems),
+    "models": (model.model_problems,),
     "weights": (model.weight_problems, model.tokenizer_problems),
 }
 RULES: Mapping[type, Mapping[str, tuple[Rule, ...]]] = {

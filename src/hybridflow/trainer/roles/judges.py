@@ -156,7 +156,9 @@ class JudgeClient(LLMClient):
                         f"{deadline_s:g} s (deadline_s)"
                     )
                 await asyncio.sleep(LOOK_SECONDS)
-            left = None if deadline_s is None else max(0.0, ends - clock())
+            left = deadline_s
+            if left is not None and tries:
+                left = max(0.0, ends - clock())
             tries += 1
             try:
                 return await super().generate(request, sticky=sticky, deadline_s=left)

@@ -78,6 +78,8 @@ def hosting(
         chosen = placement
         if part is not None:
             chosen = part(placement)
+            if backends:  # what a replica held that was lost is free a moment later
+                cluster.check(chosen, cluster.device)
         backend = RayBackend(
             cluster,
             chosen,

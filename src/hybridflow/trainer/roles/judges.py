@@ -43,8 +43,6 @@ KEYS = "reward.reward_model"
 HOST = "127.0.0.1"
 """Address of the server: the processes that score are on the driver's machine."""
 LISTEN_SECONDS = 60.0
-CLOSE_SECONDS = 60.0
-"""Longest wait for the threads of the replicas when the run ends; the processes are ended after it anyway."""
 MOST_TRIES = 3
 """Replicas that a request is sent to, one after the other: it may be what they die of."""
 LOOK_SECONDS = 0.05
@@ -70,13 +68,16 @@ class ReplicaKeeper:
 
     def __post_init__(self) -> None:
         self._closing = threading.Event()
+        self._lock = threading.Lock()  # while there are replicas in it, their backend is not shut down
         self._thread = threading.Thread(target=self._run, name=f"keeper of {self.name}", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Take no more requests, and end the thread at the next step of the engines."""
         self._closing.set()
-        self.group.wake()
+        with self._lock:
+            if self.replicas:
+                self.group.wake()
 
     def join(self, seconds: float) -> bool:
         """Return whether the thread has ended, after at most some seconds."""
@@ -93,7 +94,8 @@ class ReplicaKeeper:
                     self.replicas = client.replicas
                     self.group.serve(self._closing.is_set)
             except Exception as error:  # whatever an engine or a process dies of
-                self.replicas = ()
+                with self._lock:
+                    self.replicas = ()
                 if not self._closing.is_set():
                     logger.error("%s of the judge was lost: %s: %s", self.name, type(error).__name__, error)
                     self._start_again(error)
@@ -207,6 +209,7 @@ class JudgeServer:
         )
         self._restarts = learned.rollout.max_restarts
         self._deadline_s = config.reward.timeout
+        self._startup_timeout = config.trainer.startup_timeout
         self._path = path
         self._trusts = model.trust_remote_code
         self._address: concurrent.futures.Future[str] = concurrent.futures.Future()
@@ -259,6 +262,9 @@ class JudgeServer:
     def _close(self) -> None:
         for keeper in self._keepers:
             keeper.close()
-        late = [keeper.name for keeper in self._keepers if not keeper.join(CLOSE_SECONDS)]
-        if late:
-            logger.warning("%s of the judge did not stop within %g s", ", ".join(late), CLOSE_SECONDS)
+        # one that is just being started again first comes to its end, so that no process of it is left
+        seconds = self._startup_timeout
+        if late := [keeper.name for keeper in self._keepers if not keeper.join(seconds)]:
+            logger.warning(
+                "%s of the judge did not stop within %g s (trainer.startup_timeout)", ", ".join(late), seconds
+            )

@@ -7,6 +7,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 
 import psutil
@@ -51,8 +52,14 @@ def test_the_scores_are_the_same_wherever_the_judge_is(
         assert len(backends) == 3 and len({*pids}) == 3  # the others and two replicas
         os.kill(pids[1], signal.SIGKILL)
         killed = scores()
-        pids += [process.pid for backend in backends[3:] for process in backend._processes.values()]
-    for found in (beside, apart, killed):
+        until = time.monotonic() + 600.0  # it is named below where it never comes
+        while "judge-0 of the judge was started again" not in caplog.text and time.monotonic() < until:
+            time.sleep(0.1)
+        assert "judge-0 of the judge was started again" in caplog.text
+        os.kill(pids[2], signal.SIGKILL)  # so that the new one answers
+        replaced = scores()
+        pids += [process.pid for process in backends[3]._processes.values()]
+    for found in (beside, apart, killed, replaced):
         assert found.scores == local.scores and found.extras["said"] == local.extras["said"]
         assert found.metrics["reward/num_errors"] == 0.0
     assert not [pid for pid in pids if pid and psutil.pid_exists(pid)]

@@ -98,8 +98,8 @@ class JudgeAccess:
         return {name: makers[name]() for name in JUDGE_OFFERS if name in names}
 
     def _tokenizer(self) -> Any:
-        from hybridflow.data.tokenizer import load_tokenizer  # transformers, which most rewards do without
-
+        # by its name: transformers takes seconds, and most rewards do without
+        load_tokenizer = load_object("hybridflow.data.tokenizer:load_tokenizer", key="reward_model_tokenizer")
         return load_tokenizer(self.tokenizer, self.trust_remote_code)
 
 

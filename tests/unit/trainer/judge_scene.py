@@ -14,8 +14,9 @@ from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.manager import ScoredBatch
 from hybridflow.rewards.result import ScoreRequest
+from hybridflow.trainer.ppo.build import judge_server
 from hybridflow.trainer.roles.roles import needed_roles
-from hybridflow.trainer.roles.worker_groups import judge_server, start_judge, start_roles
+from hybridflow.trainer.roles.worker_groups import start_judge, start_roles
 
 # what verl gives to such a function; the verdict is a number of the judge's text, whatever it writes
 REWARD = """

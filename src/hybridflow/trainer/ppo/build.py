@@ -7,7 +7,7 @@ config ─► devices ─► tokenizer, data ─► worker processes (worker_gro
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -20,6 +20,7 @@ from hybridflow.config.layout import ROLE_KEYS
 from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.config.needs import reads_text_alone, replayed_steps
 from hybridflow.config.own_code import own_algorithm_problems
+from hybridflow.config.reward import has_judge
 from hybridflow.config.source_code import definition_of, shown
 from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.config.tree import get_value
@@ -34,7 +35,7 @@ from hybridflow.episodes.agents import Agents
 from hybridflow.episodes.failures import Failures
 from hybridflow.episodes.pipeline import RolloutPipeline
 from hybridflow.episodes.rollout_traces import rollout_traces
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, install_extra
 from hybridflow.observability.progress import progress
 from hybridflow.protocol import DataProto
 from hybridflow.rewards.build import build_reward_manager
@@ -52,7 +53,7 @@ from hybridflow.trainer.profiling import StepProfiler
 from hybridflow.trainer.replay.kept_rows import KeptRows, not_kept
 from hybridflow.trainer.resume import model_facts
 from hybridflow.trainer.roles.roles import Roles, needed_roles
-from hybridflow.trainer.roles.worker_groups import judge_server, start_judge, start_roles
+from hybridflow.trainer.roles.worker_groups import start_judge, start_roles
 from hybridflow.trainer.run import PreparedRun, huggingface_writer, started, steps_of
 from hybridflow.trainer.schedules.collector import Collector, Collectors, collector_factories
 from hybridflow.trainer.schedules.continuous import ContinuousSource
@@ -154,6 +155,23 @@ def build(config: PPOConfig, *, patience: float = 0.0) -> Iterator[PPOTrainer]:
             closing(Agents(config, tokenizer, data.agent_names, journal)) as agents,
         ):
             yield from _trainer(config, run, tokenizer, data, rewards, agents, step_class, judge)
+
+
+def judge_server(config: PPOConfig) -> AbstractContextManager[JudgeServer | None]:
+    """Return the context in which the run's generative reward model has an address; None where it has none.
+
+    Raises ConfigError where the model does not suit its keys, or the server's libraries are missing.
+    """
+    if not has_judge(config.reward):
+        return nullcontext()
+    try:
+        from hybridflow.trainer.roles.judges import JudgeServer  # needs an extra
+    except ImportError as error:
+        raise ConfigError(
+            "reward.reward_model.kind=generative is served over HTTP, and FastAPI, uvicorn or "
+            f"prometheus-client is not installed: {install_extra('serve')}"
+        ) from error
+    return JudgeServer(config).listening()
 
 
 def _check_own_algorithms(config: PPOConfig) -> None:

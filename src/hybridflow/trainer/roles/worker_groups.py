@@ -6,7 +6,7 @@ config ─► roles ─► devices ─► a backend, whose processes build engin
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from operator import methodcaller
 from pathlib import Path
@@ -14,12 +14,11 @@ from typing import TYPE_CHECKING
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.layout import JUDGE, lives_alone
-from hybridflow.config.reward import has_judge
 from hybridflow.controller import Factories, MeshInfo, Placement, WorkerFactory, WorkerHost
 from hybridflow.controller.build import Start, data_parallel, hosting
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.distributed.device import set_threads
-from hybridflow.errors import ConfigError, install_extra
+from hybridflow.errors import ConfigError
 from hybridflow.observability.progress import progress
 from hybridflow.trainer.roles.parallel_layout import meshes
 from hybridflow.trainer.roles.role_builders import facts_of
@@ -84,23 +83,6 @@ def start_roles(
         part = methodcaller("without", JUDGE)
     with progress.phase("starting the workers"):
         return groups(start(make, arrange, part), names, config)
-
-
-def judge_server(config: PPOConfig) -> AbstractContextManager[JudgeServer | None]:
-    """Return the context in which the run's generative reward model has an address; None where it has none.
-
-    Raises ConfigError where the model does not suit its keys, or the server's libraries are missing.
-    """
-    if not has_judge(config.reward):
-        return nullcontext()
-    try:
-        from hybridflow.trainer.roles.judges import JudgeServer  # needs an extra
-    except ImportError as error:
-        raise ConfigError(
-            "reward.reward_model.kind=generative is served over HTTP, and FastAPI, uvicorn or "
-            f"prometheus-client is not installed: {install_extra('serve')}"
-        ) from error
-    return JudgeServer(config).listening()
 
 
 def start_judge(

@@ -334,7 +334,7 @@ TRIALS: Mapping[str, list[Trial]] = {
     f"{PROCESS}.ppo_mini_batch_size": [Trial((4,))],
     f"{JUDGE}.enable": [Trial((True,), TASK_REWARD, {".model.path": "{folder}/judge"})],
     f"{JUDGE}.kind": [
-        Trial((), {}, {f"{JUDGE}.model.path": "{folder}/steps", f"{JUDGE}.step_separator": "N"})
+        Trial(("token_score",), {}, {f"{JUDGE}.model.path": "{folder}/steps", f"{JUDGE}.step_separator": "N"})
     ],
     f"{JUDGE}.step_separator": [Trial(("N",), {".kind": "token_score", ".model.path": "{folder}/steps"})],
     f"{JUDGE}.step_reduce": [
@@ -384,6 +384,7 @@ NOTHING: Mapping[str, str] = {
     "*model.freeze_vision_tower": "models that read pictures",
     "*model.lora_adapter_path": "which model it is",
     f"{JUDGE}.model.*": "which model the judge is: it does not train",
+    f"{JUDGE}.rollout.*": "engines of a generative judge: which verdicts they give is the same",
     f"{JUDGE}.max_length": "a longer conversation is an error of that row",
     **{
         f"{ROLLOUT}.{name}": reason

@@ -148,7 +148,7 @@ def write_workplace(stock: Path, folder: Path, address: str) -> Path:
     shutil.copytree(stock, folder)
     for name in SHARED:
         (folder / name).symlink_to(ROOT / name)
-    for name in (HUB_NAME, "demo/sft/model", "DEMO/sft/model"):
+    for name in (HUB_NAME, "demo/sft/model", "DEMO/sft/model", "JUDGE"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).symlink_to(folder / "MODEL")
     for block in (block for page in pages() for block in read_blocks(page)):

@@ -17,6 +17,10 @@ from hybridflow.config.tree import get_value
 ACTOR = "actor_rollout_ref.actor"
 COLLECTORS = "collectors"
 """The name of the pool of `trainer.num_collectors`."""
+JUDGE = "judge"
+"""The role of a generative reward model. In a pool that no other role has, each replica is started by itself,
+so that a run outlives the loss of one.
+"""
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ ROLE_KEYS: Mapping[str, RoleKeys] = {
     "critic": RoleKeys("critic.model", layout="critic", updates="critic"),
     "teacher": RoleKeys("distillation.teacher_model"),
     "reward_model": RoleKeys("reward.reward_model.model", layout="reward.reward_model"),
+    JUDGE: RoleKeys("reward.reward_model.model", layout="reward.reward_model"),
     "process_reward": RoleKeys("reward.process_reward_model.model", updates="reward.process_reward_model"),
 }
 
@@ -213,6 +218,15 @@ def share_a_pool(trainer: TrainerConfig, role: str, other: str) -> bool:
     if not trainer.resource_pools:
         return True
     return not set(_pools_of(trainer, role)).isdisjoint(_pools_of(trainer, other))
+
+
+def lives_alone(trainer: TrainerConfig, role: str) -> bool:
+    """Return whether no other role shares a pool with this one; those that are not placed share the first."""
+    pools = trainer.resource_pools
+    others = {
+        name for other, named in trainer.placement.items() if other != role for name in pool_names(named)
+    }
+    return bool(pools) and {next(iter(pools)), *others}.isdisjoint(_pools_of(trainer, role))
 
 
 def mix_pools(trainer: TrainerConfig, role: str, other: str) -> bool:

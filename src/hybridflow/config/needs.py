@@ -15,6 +15,7 @@ from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.by_source import algorithms_of
 from hybridflow.config.convert import WrongKeyRead
 from hybridflow.config.model import FSDPConfig, ModelConfig
+from hybridflow.config.reward import has_classifier
 from hybridflow.config.root import PPOConfig, SFTConfig
 
 
@@ -100,7 +101,8 @@ def built_models(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, ModelConf
         yield "reward.process_reward_model.model", process.model, roles.actor.fsdp_config
     learned = config.reward.reward_model
     if learned.enable:
-        yield "reward.reward_model.model", learned.model, learned.fsdp_config
+        sharding = learned.fsdp_config if has_classifier(config.reward) else None
+        yield "reward.reward_model.model", learned.model, sharding
     if needs_reference(config) and has_own_reference(config):
         yield "actor_rollout_ref.ref.model", roles.ref.model, roles.ref.fsdp_config
     if needs_teacher(config):

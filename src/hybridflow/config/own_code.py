@@ -12,13 +12,14 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from functools import partial
 from inspect import Parameter, Signature
 from typing import Any
 
 from hybridflow.algorithms.catalog import LOSS_ARGUMENTS, LOSS_INPUTS, takes_by_place
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.algorithm import AlgorithmConfig
-from hybridflow.config.reward import RewardConfig
+from hybridflow.config.reward import JUDGE_OFFERS, RewardConfig, has_judge
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.source_code import Definition, define, marked_functions, shown
 from hybridflow.config.tree import argument_keys
@@ -379,26 +380,35 @@ def own_code_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
 
 def _reward_problems(reward: RewardConfig) -> Iterator[str]:
     custom = reward.custom_reward_function
+    scores = partial(_scores, offers=JUDGE_OFFERS if has_judge(reward) else ())
     called_with = CALLED_WITH_LISTS if reward.manager == "batch" else CALLED_WITH
     if custom.path:
         key = "reward.custom_reward_function"
-        yield from _scores(key, custom.path, custom.name, custom.reward_kwargs, called_with)
+        yield from scores(key, custom.path, custom.name, custom.reward_kwargs, called_with)
     elif ":" in reward.function or reward.function.endswith(".py"):
-        yield from _scores("reward.function", reward.function, DEFAULT_NAMES[0], custom.reward_kwargs)
+        yield from scores("reward.function", reward.function, DEFAULT_NAMES[0], custom.reward_kwargs)
     for position, term in enumerate(reward.terms):
         name = term.get("name") if isinstance(term, dict) else None
         if isinstance(name, str) and (":" in name or name.endswith(".py")):
             options = {str(key): value for key, value in term.items() if key not in TERM_KEYS}
-            yield from _scores(f"reward.terms[{position}]", name, DEFAULT_NAMES[0], options)
+            yield from scores(f"reward.terms[{position}]", name, DEFAULT_NAMES[0], options)
     if reward.manager and ":" in reward.manager:
         form = "__init__(self, reward_function)"
         yield from _called("reward.manager", reward.manager, form, ("reward_function",))
 
 
 def _scores(
-    key: str, path: str, name: str, options: Mapping[str, Any], called_with: Sequence[str] = CALLED_WITH
+    key: str,
+    path: str,
+    name: str,
+    options: Mapping[str, Any],
+    called_with: Sequence[str] = CALLED_WITH,
+    *,
+    offers: Sequence[str],
 ) -> Iterator[str]:
-    """Yield one line where a reward function is not there, or cannot be called with what it reads."""
+    """Yield one line where a reward function is not there, or cannot be called with what it reads; those of
+    `offers` that it names are given to it.
+    """
     spec = _joined(path, name)
     if spec == f"{path}:{DEFAULT_NAMES[0]}" and define(spec).kind == "missing":
         other = f"{path}:{DEFAULT_NAMES[1]}"
@@ -407,7 +417,8 @@ def _scores(
     found = define(spec)
     fault = ""
     if found.kind == "function" and found.signature is not None:
-        fault = reward_fault(found.signature, options, called_with)
+        offered = {each: None for each in offers if each in found.signature.parameters}
+        fault = reward_fault(found.signature, {**offered, **options}, called_with)
     yield from _said(key, spec, found, fault)
 
 

@@ -18,7 +18,7 @@ from hybridflow.config.convert import WRONG, WrongKeyRead
 from hybridflow.config.layout import resolved_controller
 from hybridflow.config.megatron import TORCH, megatron_serves
 from hybridflow.config.needs import estimator_facts, is_given, loss_facts
-from hybridflow.config.reward import MODEL_TERM
+from hybridflow.config.reward import JUDGE_TERM, MODEL_TERM, has_judge
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.config.tree import get_value, with_values
@@ -114,13 +114,34 @@ def _environment_rows(config: PPOConfig, given: Set[str], notes: list[str]) -> V
     return {"data.task.name": f"environment:{data.environment}"}
 
 
+def _model_kind(config: PPOConfig, given: Set[str], notes: list[str]) -> Values:
+    """A reward model beside a function of the user's, which verl would give its address, generates."""
+    key = f"{MODEL}.kind"
+    reward = config.reward
+    if not reward.reward_model.enable or not reward.custom_reward_function.path or key in given:
+        return {}
+    notes.append(f"{key}=generative: reward.custom_reward_function.path asks the reward model itself")
+    return {key: "generative"}
+
+
+def _judge_engine(config: PPOConfig, given: Set[str], notes: list[str]) -> Values:
+    """The native engine in the place of those that verl serves a reward model with."""
+    key = f"{MODEL}.rollout.name"
+    name = config.reward.reward_model.rollout.name
+    if name in ("native", "hf"):
+        return {}
+    if has_judge(config.reward):
+        notes.append(f"{key}=native: the run starts its judge in this engine, and none in {name}")
+    return {key: "native"}
+
+
 def _model_reward(config: PPOConfig, given: Set[str], notes: list[str]) -> Values:
     """A reward model beside no chosen function is the whole reward."""
     reward = config.reward
     chosen = reward.terms or reward.custom_reward_function.path or reward.function != "auto"
     if chosen or not reward.reward_model.enable:
         return {}
-    return {"reward.terms": [{"name": MODEL_TERM}]}
+    return {"reward.terms": [{"name": JUDGE_TERM if has_judge(reward) else MODEL_TERM}]}
 
 
 def _run_ahead(config: PPOConfig, given: Set[str], notes: list[str]) -> Values:
@@ -271,6 +292,8 @@ PPO: Steps = (
     *SHARED,
     ((LOSS,), _bypass_loss),
     (("data.task.name",), _environment_rows),
+    ((f"{MODEL}.kind",), _model_kind),
+    ((f"{MODEL}.rollout.name",), _judge_engine),
     (("reward.terms",), _model_reward),
     ((f"{ACTOR}.ppo_mini_batch_size",), _mini_batch),
     (("trainer.async.run_ahead",), _run_ahead),

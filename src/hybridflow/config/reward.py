@@ -141,13 +141,58 @@ class ProcessRewardModelConfig(LearnerConfig):
 
 
 CUSTOM = "reward.custom_reward_function"
+CLASSIFIES = (".kind!=generative", "a classifier is computed as the reference is")
 MODEL_TERM = "reward_model"
 """Name of the term of `reward.terms` that is the score of `reward.reward_model`."""
+JUDGE_TERM = "judge"
+"""Name of the built-in reward function that asks a generative model."""
+JUDGE_OFFERS = ("reward_router_address", "reward_model_name", "reward_model_tokenizer")
+"""Arguments that a reward function gets, where it names them, from the run's own generative reward model."""
+
+
+@dataclass(frozen=True)
+class JudgeEngineConfig:
+    """The engines of a generative reward model: a replica on each tensor_model_parallel_size devices."""
+
+    name: Literal["native", "hf", "vllm", "sglang"] = key(
+        "native",
+        "Engine that generates the verdicts: native, or hf (transformers' generate, slow and plain). For "
+        "vllm and sglang, native stands in, and a line says so: a judge in these is a server that you start, "
+        "whose address the term judge takes.",
+    )
+    tensor_model_parallel_size: int = key(
+        1,
+        "Devices that hold one replica together; more than 1 needs a pool of its own "
+        "(trainer.placement.judge).",
+        excludes(".name=hf", "it generates on one device", at=">1"),
+        minimum=1,
+    )
+    gpu_memory_utilization: float = key(
+        0.5,
+        "The KV cache may grow until this share of the device's memory is in use, as it is when the run "
+        "starts; beside the actor a small share leaves room for training.",
+        above=0,
+        maximum=1,
+    )
+    max_num_seqs: int = key(64, "Largest number of verdicts that a replica decodes at once.", minimum=1)
+    max_num_batched_tokens: int = key(
+        8192, "Largest number of prompt tokens that are prefilled at once.", minimum=1
+    )
+    max_model_len: int | None = key(
+        None, "Most tokens of a prompt and its verdict; null: the positions of the model.", minimum=2
+    )
+    max_restarts: int = key(
+        3,
+        "How often a replica is started again after it was lost; its requests go to the others, or wait.",
+        minimum=0,
+    )
 
 
 @dataclass(frozen=True)
 class RewardModelRoleConfig:
-    """A learned reward model: a classifier that reads the whole conversation, by its own chat template."""
+    """A learned reward model: a classifier that reads the whole conversation, by its own chat template, or a
+    model that generates verdicts.
+    """
 
     enable: bool = key(
         False,
@@ -155,11 +200,14 @@ class RewardModelRoleConfig:
         "{name: reward_model, weight: 1} joins it with others.",
     )
     model: ModelConfig = group(ModelConfig)
-    kind: Literal["score", "token_score"] = key(
+    kind: Literal["score", "token_score", "generative"] = key(
         "score",
         "score: a sequence classifier, whose score of the last token is that of the response. token_score: a "
-        "process reward model, a token classifier that scores each step of the last answer where it ends.",
+        "process reward model, a token classifier that scores each step of the last answer where it ends. "
+        "generative: a causal LM, which the run serves to the reward functions that ask it: the built-in "
+        "judge, and those that name reward_router_address.",
     )
+    rollout: JudgeEngineConfig = group(JudgeEngineConfig, read_by(".kind=generative"))
     read_to: Literal["answer", "end"] = key(
         "answer",
         "Where a conversation ends for kind=score: answer ends it with the answer's turn, as hybridflow "
@@ -178,25 +226,34 @@ class RewardModelRoleConfig:
         read_by(".kind=token_score"),
     )
     activation: Literal["none", "sigmoid"] = key(
-        "none", "Function of each score of the model: sigmoid makes log-odds probabilities."
+        "none",
+        "Function of each score of the model: sigmoid makes log-odds probabilities.",
+        read_by(*CLASSIFIES),
     )
     max_length: int | None = key(
         None,
         "Most tokens of a conversation that the reward model reads; a longer one is an error of that row. "
         "null: forward_max_token_len_per_gpu.",
         at_most(".forward_max_token_len_per_gpu", "which holds a whole conversation"),
+        read_by(*CLASSIFIES),
         minimum=2,
     )
     micro_batch_size_per_gpu: int | None = key(
-        None, "Largest number of rows in one forward pass; null: only the token limit counts.", minimum=1
+        None,
+        "Largest number of rows in one forward pass; null: only the token limit counts.",
+        read_by(*CLASSIFIES),
+        minimum=1,
     )
     forward_max_token_len_per_gpu: int | None = key(
         None,
         "Largest number of tokens in one forward pass; null: the actor's limit.",
+        read_by(*CLASSIFIES),
         minimum=1,
     )
-    ulysses_sequence_parallel_size: int = key(1, "Ranks that share the tokens of each row.", minimum=1)
-    fsdp_config: FSDPConfig = group(FSDPConfig)
+    ulysses_sequence_parallel_size: int = key(
+        1, "Ranks that share the tokens of each row.", read_by(*CLASSIFIES), minimum=1
+    )
+    fsdp_config: FSDPConfig = group(FSDPConfig, read_by(*CLASSIFIES))
 
 
 @dataclass(frozen=True)
@@ -296,6 +353,16 @@ class RewardConfig:
     )
 
 
+def has_classifier(reward: RewardConfig) -> bool:
+    """Return whether a reward model scores, as a classifier."""
+    return reward.reward_model.enable and reward.reward_model.kind != "generative"
+
+
+def has_judge(reward: RewardConfig) -> bool:
+    """Return whether the run serves a generative reward model."""
+    return reward.reward_model.enable and reward.reward_model.kind == "generative"
+
+
 def reward_problems(reward: RewardConfig) -> Iterator[str]:
     """Yield one line for more than one choice of the reward, and for a choice that is none."""
     choices = {
@@ -318,10 +385,30 @@ def reward_problems(reward: RewardConfig) -> Iterator[str]:
             f"reward.terms names {MODEL_TERM}, which is off: set reward.reward_model.enable=true and "
             "reward.reward_model.model.path"
         )
-    if learned.enable and chosen and not named:
+    if named and has_judge(reward):
+        yield (
+            f"reward.terms names {MODEL_TERM}, and reward.reward_model.kind=generative has no score of its "
+            f"own: name {JUDGE_TERM}, or a function of yours that asks it"
+        )
+    if has_classifier(reward) and chosen and not named:
         yield (
             f"reward.reward_model.enable=true beside {chosen[0]}, which does not use its score: join them by "
-            f"reward.terms=[{{name: {MODEL_TERM}}}, {{name: FUNCTION or path.py:name}}]"
+            f"reward.terms=[{{name: {MODEL_TERM}}}, {{name: FUNCTION or path.py:name}}], or, where the "
+            "function asks the model itself, set reward.reward_model.kind=generative"
+        )
+    if has_judge(reward) and not _may_ask(reward):
+        yield (
+            f"reward.reward_model.kind=generative beside {chosen[0]}, which never asks the model: set "
+            f"reward.terms=[{{name: {JUDGE_TERM}}}, …], or a function of yours that names "
+            f"{JUDGE_OFFERS[0]}"
         )
     if reward.manager not in (None, "batch") and ":" not in reward.manager:
         yield f"reward.manager={reward.manager}: wanted batch, or path/to/file.py:name"
+
+
+def _may_ask(reward: RewardConfig) -> bool:
+    """Return whether a function of the run is the judge that is built in, or a user's own."""
+    if reward.custom_reward_function.path or reward.manager not in (None, "batch"):
+        return True
+    names = [str(term.get("name")) for term in reward.terms if isinstance(term, dict)] or [reward.function]
+    return any(name == JUDGE_TERM or name.endswith(".py") or ":" in name for name in names)

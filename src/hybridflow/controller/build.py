@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 from hybridflow.config.cluster import RayConfig
 from hybridflow.config.trainer import SFTTrainerConfig, TrainerConfig
@@ -27,8 +27,18 @@ logger = logging.getLogger(__name__)
 
 Meshes: TypeAlias = Callable[[Placement], Mapping[str, MeshInfo]]
 """A function that arranges the ranks of each role on a placement."""
-Start: TypeAlias = Callable[[Make, Meshes], Backend]
-"""A function that starts the worker processes, given the factories of their workers and the meshes."""
+
+
+class Start(Protocol):
+    """A function that starts the worker processes, given the factories of their workers and the meshes."""
+
+    def __call__(
+        self, make: Make, meshes: Meshes, part: Callable[[Placement], Placement] | None = None
+    ) -> Backend:
+        """Start the processes of the whole placement, or of the part that `part` makes of it: those of a
+        backend of its own, whose loss is not that of the others.
+        """
+        ...
 
 
 @contextmanager
@@ -42,7 +52,7 @@ def hosting(
     for an impossible placement, for a cluster that cannot be joined, and for devices that it does not have.
     """
     if trainer.controller == "local":
-        yield lambda make, meshes: _local(make, roles)
+        yield lambda make, meshes, part=None: _local(make, roles)
         return
     placement = Placement.from_config(trainer, roles)
     from hybridflow.controller.ray.backend import RayBackend
@@ -64,11 +74,16 @@ def hosting(
     )
     backends: list[RayBackend] = []
 
-    def start(make: Make, meshes: Meshes) -> Backend:
+    def start(make: Make, meshes: Meshes, part: Callable[[Placement], Placement] | None = None) -> Backend:
+        chosen = placement
+        if part is not None:
+            chosen = part(placement)
+            if backends:  # what a replica held that was lost is free a moment later
+                cluster.check(chosen, cluster.device)
         backend = RayBackend(
             cluster,
-            placement,
-            meshes(placement),
+            chosen,
+            meshes(chosen),
             make,
             device=cluster.device,
             num_threads=trainer.num_threads,

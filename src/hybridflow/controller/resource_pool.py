@@ -128,6 +128,20 @@ class Placement:
             next(pool for pool in self.pools if pool.name == name) for name in self.pools_of_role[role]
         )
 
+    def without(self, role: str) -> Placement:
+        """Return the placement of the other roles, without the pools that are this role's alone."""
+        others = {other: names for other, names in self.pools_of_role.items() if other != role}
+        used = {name for names in others.values() for name in names}
+        return Placement(tuple(pool for pool in self.pools if pool.name in used), others)
+
+    def replicas(self, role: str, width: int) -> list[Placement]:
+        """Return a placement for each `width` devices of a role's pools, none of them on two nodes.
+
+        `width` divides the devices of each node, which was checked with the keys.
+        """
+        number = sum(count // width for pool in self.pools_of(role) for count in pool.devices_per_node)
+        return [Placement.colocated((role,), (width,), pool=f"{role}-{place}") for place in range(number)]
+
     def ranks(self, role: str) -> list[tuple[str, int]]:
         """Return, for each rank of a role, its pool and its rank in that pool."""
         return [(pool.name, rank) for pool in self.pools_of(role) for rank in range(pool.world_size)]

@@ -279,10 +279,37 @@ def _pass(engine: RoleEngine, size: ModelSize, device: str) -> tuple[int, list[M
     return kept + one + logits, [MemoryItem("activations of a micro-batch", kept + one, how), *parts]
 
 
-def generation_needs(size: ModelSize, replica: PlannedReplica, *, alone: bool, devices: int) -> Needs:
+def planned_judge(config: PPOConfig) -> PlannedReplica:
+    """Return how a rank of a generative reward model generates. Where no key bounds what it reads and writes,
+    this counts twice the longest row of the run.
+    """
+    keys = config.reward.reward_model.rollout
+    width = keys.tensor_model_parallel_size
+    return PlannedReplica(
+        width, keys.max_num_seqs, keys.max_model_len or 2 * longest_row(config)[0], None, width
+    )
+
+
+def judge_needs(size: ModelSize, replica: PlannedReplica) -> Needs:
+    """Estimate the memory of a rank of a generative reward model, which has its weights and its KV cache from
+    the start of the run to its end.
+    """
+    needs = generation_needs(size, replica, alone=True, devices=1, whence="its own")
+    return Needs(needs.parts, needs.between + needs.update)
+
+
+def generation_needs(
+    size: ModelSize,
+    replica: PlannedReplica,
+    *,
+    alone: bool,
+    devices: int,
+    whence: str = "it is sent the actor's",
+) -> Needs:
     """Estimate the memory of one of `devices` processes that generate with the native engine.
 
-    `alone`: they are not the actor's, so that the weights that they are sent are there all the time.
+    `alone`: they are not the actor's, so that the weights that they are sent are there all the time; `whence`
+    says where those are from.
     """
     tensor, rows, slot, kind, _ = replica
     heads = max(1, size.num_kv_heads // tensor)
@@ -294,7 +321,7 @@ def generation_needs(size: ModelSize, replica: PlannedReplica, *, alone: bool, d
     cache_part = MemoryItem("KV cache, at most", cache, how)
     source = ""  # of weights beside the actor's
     if alone:
-        source = "it is sent the actor's"
+        source = whence
     elif devices > 1:
         source = "gathered from the shards while it generates"
     whole = size.whole.on_rank(tensor).all

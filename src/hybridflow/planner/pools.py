@@ -16,7 +16,7 @@ from typing import NamedTuple
 from hybridflow.config import PPOConfig
 from hybridflow.config.checks.rollout import WITH_WEIGHTS
 from hybridflow.config.explain import generation_batch
-from hybridflow.config.layout import engine_keys
+from hybridflow.config.layout import JUDGE, engine_keys
 from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.config.needs import (
     has_own_reference,
@@ -25,6 +25,7 @@ from hybridflow.config.needs import (
     responses_per_prompt,
     rows_per_prompt,
 )
+from hybridflow.config.reward import has_classifier, has_judge
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.planner.costs import Costs, Lengths, StepRows
 from hybridflow.planner.hardware import CPU, sizes_of_pools
@@ -34,8 +35,10 @@ from hybridflow.planner.memory import (
     RoleEngine,
     engine_needs,
     generation_needs,
+    judge_needs,
     native_quantization,
     phases_of_pool,
+    planned_judge,
 )
 from hybridflow.planner.model_shape import ModelShape
 from hybridflow.planner.run_plan import PoolPlan, calls_of
@@ -92,7 +95,8 @@ def shapes_of(config: PPOConfig, load: Callable[[ModelConfig], ModelShape]) -> d
         "actor": True,
         "reference": needs_reference(config),
         "critic": bool(config.critic.enable),
-        "reward_model": config.reward.reward_model.enable,
+        "reward_model": has_classifier(config.reward),
+        JUDGE: has_judge(config.reward),
     }
     return {role: load(engine_keys(config, role)[2]) for role in there if there[role]}
 
@@ -193,6 +197,8 @@ class PoolPlanner:
 
     def _options(self, role: str, devices: int) -> list[Option]:
         """Return a role's layouts on `devices` devices, each smaller and slower than the one before."""
+        if role == JUDGE:
+            return self._judge(devices)
         found = [self._option(role, devices, fsdp) for fsdp in self.layouts(role, devices)]
         found.sort(key=lambda option: option.total)
         kept: list[Option] = []
@@ -200,6 +206,17 @@ class PoolPlanner:
             if not kept or _bytes(option) < _bytes(kept[-1]):
                 kept.append(option)
         return kept
+
+    def _judge(self, devices: int) -> list[Option]:
+        """Return the one way in which a generative reward model uses devices, if it can use as many."""
+        config = self.job.config
+        width = config.reward.reward_model.rollout.tensor_model_parallel_size
+        shape = self.job.shapes[JUDGE]
+        if devices % width or self.node % width:
+            return []
+        engine = RoleEngine.of(config, JUDGE, ParallelLayout.from_keys(width, -1, 1, width, 1, 1))
+        size = shape.size(trained=False, itemsize=self.costs.itemsize)
+        return [Option(engine, judge_needs(size, planned_judge(config)), {})]
 
     def layouts(self, role: str, devices: int) -> Iterator[FSDPConfig]:
         """Yield the layouts of a role that its keys can say and that its model allows."""

@@ -11,11 +11,18 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from hybridflow.config import PPOConfig, SFTConfig
-from hybridflow.config.layout import ROLE_KEYS
+from hybridflow.config.layout import JUDGE, ROLE_KEYS
 from hybridflow.config.model import FSDPConfig
 from hybridflow.planner.costs import Costs, StepRows
 from hybridflow.planner.hardware import Cluster
-from hybridflow.planner.memory import Needs, PlannedReplica, RoleEngine, engine_needs, generation_needs
+from hybridflow.planner.memory import (
+    Needs,
+    PlannedReplica,
+    RoleEngine,
+    engine_needs,
+    generation_needs,
+    judge_needs,
+)
 from hybridflow.planner.model_shape import ModelShape
 from hybridflow.planner.model_size import ModelSize
 
@@ -40,6 +47,8 @@ class PoolPlan:
     """By role; the rollout has none, and a reference that is the actor without adapters needs none."""
     replica: PlannedReplica | None = None
     """How the rollout generates, if it is here."""
+    judge: PlannedReplica | None = None
+    """How a generative reward model does, if it is here."""
     memory: Mapping[str, float] = field(default_factory=dict)
     """Bytes of one device in each phase, as a search has found them."""
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -55,8 +64,12 @@ class PoolPlan:
     def needs(self, sizes: Mapping[str, ModelSize], device: str) -> dict[str, Needs]:
         """Return what each role needs in a process; the rollout is `generation`. `sizes` are by role."""
         found = {
-            role: engine_needs(engine, sizes[role], device=device) for role, engine in self.engines.items()
+            role: engine_needs(engine, sizes[role], device=device)
+            for role, engine in self.engines.items()
+            if role != JUDGE
         }
+        if self.judge is not None:
+            found[JUDGE] = judge_needs(sizes[JUDGE], self.judge)
         if self.replica is not None:
             alone = "actor" not in self.roles
             found["generation"] = generation_needs(
@@ -171,7 +184,9 @@ class RunPlan:
 
 
 def _layout(role: str, fsdp: FSDPConfig) -> Iterator[str]:
-    """Yield the overrides that spread the engine of a role so."""
+    """Yield the overrides that spread the engine of a role so; replicas of a judge are as the keys say."""
+    if role == JUDGE:
+        return
     keys = ROLE_KEYS[role]
     here = f"{keys.layout}.fsdp_config"
     for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
@@ -189,7 +204,9 @@ def calls_of(
     config: PPOConfig, role: str, engine: RoleEngine, shape: ModelShape, rows: StepRows, costs: Costs
 ) -> dict[str, float]:
     """Return the seconds of a role's calls in a step, named as their `timing_s/` metrics."""
-    seconds = {}
+    seconds: dict[str, float] = {}
+    if role == JUDGE:  # its verdicts are part of what the reward takes
+        return seconds
     if role != "actor":
         seconds[CALLS[role]] = costs.passes(shape, rows, engine, learns=False)
     elif not config.algorithm.rollout_correction.bypass_mode:

@@ -33,6 +33,7 @@ from hybridflow.errors import RewardError
 from hybridflow.rewards.call import call, call_async
 from hybridflow.rewards.compose import describe, resolve
 from hybridflow.rewards.function import RewardFunction
+from hybridflow.rewards.load import JudgeAccess
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.rewards.result import OpenScoring, Scorer, ScoreRequest, ScoringOutcome
 
@@ -110,8 +111,9 @@ class _CachedScoring:
         self._inner.close()
 
 
-def build_reward_manager(config: RewardConfig, seed: int) -> RewardManager:
-    """Load the reward function that the configuration chooses and start the processes that call it.
+def build_reward_manager(config: RewardConfig, seed: int, judge: JudgeAccess | None = None) -> RewardManager:
+    """Load the reward function that the configuration chooses and start the processes that call it; `judge`
+    is the run's generative reward model, which functions may ask.
 
     Raises ConfigError if it cannot be found, imported or called as reward functions are, RewardError if a
     built-in one needs an extra that is not installed or a worker does not start.
@@ -120,9 +122,9 @@ def build_reward_manager(config: RewardConfig, seed: int) -> RewardManager:
     if config.num_workers > 0:
         from hybridflow.rewards.pool import RewardPool
 
-        scorer = RewardPool(config, seed)
+        scorer = RewardPool(config, seed, judge)
     else:
-        scorer = InProcessScorer(partial(resolve, config, seed), config.timeout)
+        scorer = InProcessScorer(partial(resolve, config, seed, judge), config.timeout)
     if config.cache_size:
         scorer = CachedScorer(scorer, config.cache_size)
     names = [config.function, *(str(term.get("name")) for term in config.terms)]

@@ -142,16 +142,17 @@ def outcome_of(result: Any, request: ScoreRequest, started: float) -> ScoringOut
 
 
 class LoadedReward:
-    """The reward function that (RewardConfig, seed) choose; it travels as their pickle, `setup`.
+    """The reward function that (RewardConfig, seed, JudgeAccess or None) choose; it travels as their pickle,
+    `setup`.
 
     Raises what `resolve` raises.
     """
 
     def __init__(self, setup: bytes) -> None:
-        config, seed = pickle.loads(setup)
+        config, seed, judge = pickle.loads(setup)
         self._setup = setup
         self._timeout: float = config.timeout
-        self._function = resolve(config, seed)
+        self._function = resolve(config, seed, judge)
         self._manager = load_manager(config, self._function)
         # from here on, so that what the file imports is not counted
         self._limits: OwnLimits | None = None

@@ -31,7 +31,7 @@ from hybridflow.config.reward import CUSTOM, MODEL_TERM, RewardConfig, reward_pr
 from hybridflow.config.source_code import in_memory, shown
 from hybridflow.errors import ConfigError, RewardError
 from hybridflow.rewards.function import ROW, UNKNOWN, RewardFunction
-from hybridflow.rewards.load import is_path, load_builtin, load_user_function, split_path
+from hybridflow.rewards.load import JudgeAccess, is_path, load_builtin, load_user_function, split_path
 from hybridflow.rewards.result import normalize_result
 from hybridflow.rewards.run_programs import ProgramRunner, build_runner
 
@@ -39,8 +39,8 @@ BATCH = "batch"
 """The `reward.manager` that calls the function with lists."""
 
 
-def resolve(config: RewardConfig, seed: int) -> RewardFunction:
-    """Load the reward function that the configuration chooses.
+def resolve(config: RewardConfig, seed: int, judge: JudgeAccess | None = None) -> RewardFunction:
+    """Load the reward function that the configuration chooses, which may ask the run's `judge`.
 
     Raises ConfigError for a choice that cannot be loaded, RewardError if a built-in one needs an extra that
     is not installed.
@@ -50,13 +50,17 @@ def resolve(config: RewardConfig, seed: int) -> RewardFunction:
     options = dict(custom.reward_kwargs)
     runner = build_runner(config)
     if config.terms:
-        return compose(load_terms(config.terms, seed, runner))
+        return compose(load_terms(config.terms, seed, runner, judge))
     if custom.path:
         called_with = CALLED_WITH_LISTS if config.manager == BATCH else CALLED_WITH
-        return load_user_function(custom.path, custom.name, options, key=CUSTOM, called_with=called_with)
+        return load_user_function(
+            custom.path, custom.name, options, key=CUSTOM, called_with=called_with, judge=judge
+        )
     if is_path(config.function):
-        return load_user_function(config.function, DEFAULT_NAMES[0], options, key="reward.function")
-    return load_builtin(config.function, options, seed, runner, key="reward.function")
+        return load_user_function(
+            config.function, DEFAULT_NAMES[0], options, key="reward.function", judge=judge
+        )
+    return load_builtin(config.function, options, seed, runner, key="reward.function", judge=judge)
 
 
 def describe(config: RewardConfig) -> str:
@@ -114,7 +118,9 @@ def model_term(terms: Sequence[dict[str, Any]]) -> Term:
     return _term(term, key, "reward_model_score", None)
 
 
-def load_terms(terms: Sequence[dict[str, Any]], seed: int, runner: ProgramRunner) -> list[Term]:
+def load_terms(
+    terms: Sequence[dict[str, Any]], seed: int, runner: ProgramRunner, judge: JudgeAccess | None = None
+) -> list[Term]:
     """Load the functions of `reward.terms`. Raises ConfigError for a term without a name, or a weight that is
     no number.
     """
@@ -127,12 +133,13 @@ def load_terms(terms: Sequence[dict[str, Any]], seed: int, runner: ProgramRunner
         if name == MODEL_TERM:
             loaded.append(model_term([term]))
         elif is_path(name):
-            function = load_user_function(name, DEFAULT_NAMES[0], options_of(term), key=key)
+            function = load_user_function(name, DEFAULT_NAMES[0], options_of(term), key=key, judge=judge)
             location, last = split_path(name)
             column = last or location.replace("\\", "/").rpartition("/")[2].removesuffix(".py")
             loaded.append(_term(term, key, column, function))
         else:
-            loaded.append(_term(term, key, name, load_builtin(name, options_of(term), seed, runner, key=key)))
+            function = load_builtin(name, options_of(term), seed, runner, key=key, judge=judge)
+            loaded.append(_term(term, key, name, function))
     columns = [term.column for term in loaded]
     conditional = {term.column for term in loaded if term.condition is not None or term.function is None}
     for made in loaded:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridflow.config.needs import may_score_itself
-from hybridflow.config.reward import CUSTOM, MODEL_TERM, RewardConfig
+from hybridflow.config.reward import CUSTOM, MODEL_TERM, RewardConfig, has_judge
 from hybridflow.config.root import PPOConfig
 from hybridflow.data.early_checks import SplitFacts
 from hybridflow.data.plugin import check_location
@@ -76,7 +76,8 @@ def _check_functions(reward: RewardConfig) -> None:
     else:
         _check_function(reward.function, "reward.function")
         if not is_path(reward.function):
-            check_options(reward.function, dict(custom.reward_kwargs), key="reward.function")
+            asked = {"model": reward.reward_model.model.path} if has_judge(reward) else {}
+            check_options(reward.function, {**asked, **custom.reward_kwargs}, key="reward.function")
 
 
 def _check_function(name: str, key: str) -> None:

@@ -11,7 +11,7 @@ of each.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
@@ -25,6 +25,7 @@ from hybridflow.config.own_code import (
     defined_as,
     reward_fault,
 )
+from hybridflow.config.reward import JUDGE_OFFERS, JUDGE_TERM
 from hybridflow.config.source_code import shown
 from hybridflow.data.plugin import load_module, load_object
 from hybridflow.errors import ConfigError, RewardError
@@ -66,6 +67,40 @@ class BuiltIn:
         """Return its parameters that come neither from the row nor from the run."""
         parameters = inspect.signature(self.module.compute_score).parameters
         return {name: each for name, each in parameters.items() if name not in _STANDARD}
+
+
+@dataclass(frozen=True)
+class JudgeAccess:
+    """What a process needs to ask the run's generative reward model."""
+
+    address: str
+    """HOST:PORT of its server."""
+    model: str
+    """The name under which it is served; any other is answered too."""
+    tokenizer: str
+    """Folder or hub name of its tokenizer."""
+    trust_remote_code: bool = False
+
+    @property
+    def url(self) -> str:
+        """The base URL of its OpenAI-compatible endpoint."""
+        return f"http://{self.address}/v1"
+
+    def offered(self, names: Container[str]) -> dict[str, Any]:
+        """Return the arguments of `JUDGE_OFFERS` that are among the names of a function's parameters; its
+        tokenizer is loaded only for a function that names it.
+        """
+        makers: dict[str, Callable[[], Any]] = {
+            "reward_router_address": lambda: self.address,
+            "reward_model_name": lambda: self.model,
+            "reward_model_tokenizer": self._tokenizer,
+        }
+        return {name: makers[name]() for name in JUDGE_OFFERS if name in names}
+
+    def _tokenizer(self) -> Any:
+        # by its name: transformers takes seconds, and most rewards do without
+        load_tokenizer = load_object("hybridflow.data.tokenizer:load_tokenizer", key="reward_model_tokenizer")
+        return load_tokenizer(self.tokenizer, self.trust_remote_code)
 
 
 REWARD_FUNCTIONS: dict[str, BuiltIn] = {
@@ -159,14 +194,23 @@ def check_options(name: str, options: Mapping[str, Any], *, key: str) -> None:
 
 
 def load_builtin(
-    name: str, options: Mapping[str, Any], seed: int, runner: ProgramRunner, *, key: str
+    name: str,
+    options: Mapping[str, Any],
+    seed: int,
+    runner: ProgramRunner,
+    *,
+    key: str,
+    judge: JudgeAccess | None = None,
 ) -> RewardFunction:
-    """Load a built-in function and bind its options, and what runs programs.
+    """Load a built-in function and bind its options, and what runs programs. One that asks a model asks the
+    run's own `judge`, unless its options name an endpoint.
 
     Raises ConfigError for an unknown name or option, or where programs cannot run here; RewardError if what
     it needs is not installed.
     """
     check_name(name, key=key)
+    if name == JUDGE_TERM and judge is not None and "base_url" not in options:
+        options = {"model": judge.model, **options, "base_url": judge.url}
     check_options(name, options, key=key)
     if name == "auto":
         return _load_auto(options, runner)
@@ -209,12 +253,13 @@ def load_user_function(
     *,
     key: str,
     called_with: Sequence[str] = CALLED_WITH,
+    judge: JudgeAccess | None = None,
 ) -> RewardFunction:
     """Load a user's function and bind its options; `path` may carry the name ("file.py:name").
 
-    One that names `completions` gets lists and the columns of the data by name (`function.py`).
-    Raises ConfigError if the file, the name or a fitting signature is missing, or the file raises while it is
-    imported.
+    It gets what `judge` offers of the arguments that it names and the options lack. One that names
+    `completions` gets lists and the columns of the data by name (`function.py`). Raises ConfigError if the
+    file, the name or a fitting signature is missing, or the file raises while it is imported.
     """
     last = split_path(path)[1]
     if last:
@@ -230,6 +275,8 @@ def load_user_function(
     if not callable(function):
         raise ConfigError(f"{key}: {shown(path)} names a {type(function).__name__}, wanted a function")
     signature = signature_of(function)
+    if signature is not None and judge is not None:
+        options = {**judge.offered(signature.parameters.keys() - options.keys()), **options}
     if signature is not None and (fault := reward_fault(signature, options, called_with)):
         defined = getattr(function, "__name__", "function")
         raise ConfigError(defined_as(f"{key}: {shown(path)}", defined, signature, fault))

@@ -29,6 +29,7 @@ from hybridflow.processes.errors import CallFailed, CallRaised, CallTooLong, Pro
 from hybridflow.processes.hosts import START_TIMEOUT, Hosted, Hosts
 from hybridflow.rewards.call import Mode, failure
 from hybridflow.rewards.compose import describe
+from hybridflow.rewards.load import JudgeAccess
 from hybridflow.rewards.result import OpenScoring, ScoreRequest, ScoringOutcome
 
 UNLIMITED = 1 << 30
@@ -95,7 +96,14 @@ class RewardPool:
     Raises ConfigError or RewardError at construction if the workers cannot load the reward function.
     """
 
-    def __init__(self, config: RewardConfig, seed: int, *, start_timeout: float = START_TIMEOUT) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        seed: int,
+        judge: JudgeAccess | None = None,
+        *,
+        start_timeout: float = START_TIMEOUT,
+    ) -> None:
         assert config.num_workers > 0, "a pool needs workers; InProcessScorer scores without"
         self._timeout = config.timeout
         self._function = describe(config)
@@ -112,7 +120,7 @@ class RewardPool:
         self._loop = asyncio.new_event_loop()
         threading.Thread(target=self._loop.run_forever, name="rewards", daemon=True).start()
         try:
-            self._submit(self._start(pickle.dumps((config, seed)))).result()
+            self._submit(self._start(pickle.dumps((config, seed, judge)))).result()
         except BaseException:
             self.close()
             raise

@@ -38,13 +38,16 @@ def build_rollout_worker(
     eos_token_ids: Sequence[int],
     lora: LoraSettings | None = None,
     tokenizer: str | None = None,
+    frozen: bool = False,
 ) -> RolloutWorker:
     """Return the rollout worker of this rank; all ranks of its process group build it together.
 
     `actor_engine` is the actor's, where it lives in this process. `model` holds the arguments of
     `build_policy` for a rank without the actor; its dtype must be the one in which the actor computes.
-    `tokenizer` is the folder of the tokenizer, for engines that read one. Raises ConfigError where
-    `tensor_model_parallel_size` does not divide the ranks, ModelError where it does not suit the model.
+    `tokenizer` is the folder of the tokenizer, for engines that read one. `frozen`: it is another model than
+    the actor, whose weights stay as they are, and whose requests may name texts that end them. Raises
+    ConfigError where `tensor_model_parallel_size` does not divide the ranks, ModelError where it does not
+    suit the model.
     """
     if config.name in ("vllm", "sglang"):
         return _with_own_weights(config, actor_engine, model, eos_token_ids, lora, tokenizer)
@@ -54,11 +57,11 @@ def build_rollout_worker(
         config,
         eos_token_ids=eos_token_ids,
         replica=replica,
-        decode=_decode(config, tokenizer, model),
+        decode=_decode(tokenizer, model) if config.stop or frozen else None,
         lora=lora,
     )
     if actor_engine is None:
-        return _standalone(config, build, model, lora, replica)
+        return _standalone(config, build, model, lora, replica, probe=frozen)
     policy = actor_engine.policy
     if replica.size == 1 and not policy.is_sharded:
         shared = None
@@ -73,15 +76,10 @@ def build_rollout_worker(
     return RolloutWorker(build(twin.policy, source=source), ranks=replica)
 
 
-def _decode(
-    config: RolloutConfig, tokenizer: str | None, model: dict[str, Any]
-) -> Callable[[Sequence[int]], str] | None:
-    """Return the function from token ids to text, special tokens included, for responses that end with texts.
-
-    Only then is the tokenizer loaded here; otherwise the result is None.
+def _decode(tokenizer: str | None, model: dict[str, Any]) -> Callable[[Sequence[int]], str]:
+    """Return the function from token ids to text, special tokens included, for responses that end with texts;
+    only for these is the tokenizer loaded here.
     """
-    if not config.stop:
-        return None
     assert tokenizer is not None, "a run has a tokenizer"
     return partial(text_of, load_tokenizer(tokenizer, bool(model.get("trust_remote_code"))))
 
@@ -92,6 +90,8 @@ def _standalone(
     model: dict[str, Any],
     lora: LoraSettings | None,
     replica: ReplicaRanks,
+    *,
+    probe: bool,
 ) -> RolloutWorker:
     device = torch.device(model["device"])
     dtype = resolve_dtype(model["dtype"], device)
@@ -99,8 +99,8 @@ def _standalone(
     if replica.size > 1 or config.quantization is not None:  # the device has slices or quantized weights only
         whole = torch.device("cpu")
     where = {"device": whole, "dtype": str(dtype).removeprefix("torch.")}
-    # the actor's ranks probe the same model
-    policy = build_policy(**{**model, **where}, probe=False).requires_grad_(False)
+    # of the actor's model, the actor's ranks do
+    policy = build_policy(**{**model, **where}, probe=probe).requires_grad_(False)
     if lora is not None:
         add_lora(policy, lora)
     holding = Holding.whole(policy)

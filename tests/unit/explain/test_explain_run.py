@@ -218,6 +218,28 @@ def test_rounded_weights(tiny: Path) -> None:
     assert apart["memory of each process of made, generation: whole weights"] == format_bytes(2 * whole(tiny))
 
 
+def test_a_judge_has_its_weights_and_its_cache_all_the_time(tiny: Path) -> None:
+    judge = (
+        "reward.reward_model.enable=true",
+        "reward.reward_model.kind=generative",
+        f"reward.reward_model.model.path={tiny}",
+        "reward.reward_model.rollout.max_num_seqs=40",
+        "reward.reward_model.rollout.max_model_len=1000",
+        "reward.function=auto",
+        "reward.terms=[{name: judge}]",
+    )
+    alone = shown(tiny)
+    beside = shown(tiny, *judge)
+    cache = next(line for line in lines_of(tiny, *judge) if line.label == "memory, judge: KV cache, at most")
+    assert beside["memory, judge: weights"] == format_bytes(4 * whole(tiny))
+    assert cache.how.startswith("40 rows × 1,000 tokens") and format_bytes(product(cache.how)) == cache.value
+    assert alone["memory while generating"] != beside["memory while generating"]
+    pools = ("trainer.resource_pools={main: [1], judges: [1]}", "trainer.placement={judge: judges}")
+    apart = shown(tiny, *judge, *pools)
+    assert apart["memory of each process of judges, judge: weights"] == format_bytes(4 * whole(tiny))
+    assert apart["memory of each process of main while generating"] == alone["memory while generating"]
+
+
 def product(how: str) -> float:
     """The number that an arithmetic such as `32 rows × (2 × 28 layers + 1 spare) × 2 bytes` comes to."""
     return float(eval(re.sub(r"[a-z,]", "", how).replace("×", "*")))

@@ -190,6 +190,25 @@ def test_a_reference_without_adapters_takes_no_memory_beside_the_actor() -> None
     assert together.memory == alone.memory and "ref" in together.seconds
 
 
+def test_a_judge_takes_memory_on_whole_replicas_and_no_phase_of_its_own() -> None:
+    words = (
+        *("reward.reward_model.enable=true", "reward.reward_model.kind=generative", "reward.function=judge"),
+        *("reward.reward_model.model.path=Qwen2.5-7B", "reward.reward_model.rollout.max_num_seqs=8"),
+    )
+    width = ("reward.reward_model.rollout.tensor_model_parallel_size=2",)
+    pools = ("trainer.resource_pools={a: [1], b: [2]}", "trainer.placement={judge: b}")
+    costs = Costs(read_devices("4xH100"), FITTED)
+    judged = job("grpo", "Qwen2.5-0.5B", *words)
+    assert "judge" in judged.roles
+    together = PoolPlanner(judged, costs).plan(("actor", "rollout", "judge"), 1)
+    alone = PoolPlanner(judged, costs).plan(("actor", "rollout"), 1)
+    assert together is not None and alone is not None
+    assert together.memory["updating"] - alone.memory["updating"] > 2 * 7e9  # bfloat16
+    assert together.seconds == alone.seconds
+    wide = PoolPlanner(job("grpo", "Qwen2.5-0.5B", *words, *width, *pools), costs)
+    assert wide.plan(("judge",), 1) is None and wide.plan(("judge",), 2) is not None
+
+
 def test_what_does_not_fit_is_no_plan() -> None:
     assert not PlacementSearch(job("ppo", "Llama-2-70B"), Costs(read_devices("2xA100"), FITTED)).run().plans
 

@@ -147,7 +147,7 @@ def test_a_score_that_is_no_number_is_an_error_of_its_row(
     ("settings", "problem"),
     [
         (("reward.reward_model.enable=false", "reward.terms=[{name: reward_model}]", *ALONE), "which is off"),
-        ((), r"does not use its score: join them by reward\.terms"),
+        ((), r"which writes no verdict: set reward\.reward_model\.kind=score"),
         (("reward.terms=[{name: reward_model}, {name: reward_model, key: b}]", *ALONE), "one reward model"),
         (("reward.reward_model.model.path=null", *ALONE), r"reward_model\.model\.path is not set"),
         (("data.task.name=null", "data.environment=guess", *ALONE), "would never be asked"),

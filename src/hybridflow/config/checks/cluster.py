@@ -10,14 +10,18 @@ from importlib.util import find_spec
 
 from hybridflow.config.layout import (
     COLLECTORS,
+    JUDGE,
     ROLE_KEYS,
     RoleLayout,
     engine_keys,
+    lives_alone,
     num_processes,
     pool_names,
     pool_sizes,
+    processes_by_node,
 )
 from hybridflow.config.needs import has_own_reference, is_given, needs_reference
+from hybridflow.config.reward import has_classifier, has_judge
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.errors import install_extra
 
@@ -80,8 +84,24 @@ def critic_layout(config: PPOConfig) -> Iterator[str]:
 
 def reward_model_layout(config: PPOConfig) -> Iterator[str]:
     """Yield one line for each size of the reward model that does not fit the others."""
-    if config.reward.reward_model.enable:
+    if has_classifier(config.reward):
         yield from _layout(config, "reward_model").problems()
+
+
+def judge_layout(config: PPOConfig) -> Iterator[str]:
+    """Yield one line where the devices of a generative reward model do not make whole replicas."""
+    if not has_judge(config.reward):
+        return
+    width = config.reward.reward_model.rollout.tensor_model_parallel_size
+    key = f"reward.reward_model.rollout.tensor_model_parallel_size={width}"
+    if width > 1 and not lives_alone(config.trainer, JUDGE):
+        yield (
+            f"{key}: ranks of a replica wait for each other, and would in processes that train: give it a "
+            "pool of its own by trainer.resource_pools and trainer.placement.judge, or set it to 1"
+        )
+    for nodes in processes_by_node(config.trainer, JUDGE):
+        if nodes % width:
+            yield f"{key} does not divide the {nodes} processes of its pool on a node: set a divisor"
 
 
 def sft_layout_problems(config: SFTConfig) -> Iterator[str]:
@@ -184,6 +204,7 @@ RULES = (
     reference_layout,
     critic_layout,
     reward_model_layout,
+    judge_layout,
     frozen_adapters,
 )
 """The rules of processes and layouts of a run of reinforcement learning."""

@@ -18,6 +18,7 @@ from hybridflow.config.checks.paths import first_row
 from hybridflow.config.model import NUMBERS_OF_EXPERTS, TOKENIZER_FILES, FSDPConfig, ModelConfig
 from hybridflow.config.needs import built_models, needs_teacher, reads_text_alone, teacher_reader
 from hybridflow.config.paths import is_remote, is_written_as_path, local
+from hybridflow.config.reward import RewardModelRoleConfig, has_judge
 from hybridflow.config.root import PPOConfig, SFTConfig
 
 NUMBERS_OF_HEADS = ("num_attention_heads", "num_key_value_heads")
@@ -50,6 +51,8 @@ def model_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
         first = first or model
     for block, model in _named_teachers(config):
         yield from model_problem(model, block, first.path if first else None)
+    if isinstance(config, PPOConfig) and has_judge(config.reward):
+        yield from _judge(config.reward.reward_model)
 
 
 def _named_teachers(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, ModelConfig]]:
@@ -134,6 +137,29 @@ def model_problem(model: ModelConfig, key: str, told: str | None = None) -> Iter
     tokenizer = model.tokenizer_path
     if tokenizer and tokenizer not in (model.path, told) and is_missing_folder(tokenizer):
         yield f"{key}.tokenizer_path: there is no folder {model.tokenizer_path}"
+
+
+def _judge(learned: RewardModelRoleConfig) -> Iterator[str]:
+    """Yield one line for each thing that a generative reward model lacks, as far as its folder shows it."""
+    model = learned.model
+    if not model.path or is_remote(model.path) or not local(model.path).is_dir():
+        return
+    block = "reward.reward_model.model"
+    key = "reward.reward_model.rollout.tensor_model_parallel_size"
+    yield from _heads(_sizes(model), learned.rollout.tensor_model_parallel_size, key, block, model)
+    content = _read_json(local(model.path) / "config.json")
+    heads = content.get("architectures") if isinstance(content, dict) else None
+    if heads and all(str(name).endswith("Classification") for name in heads):
+        yield (
+            f"{block}.path={model.path} is a classifier ({', '.join(map(str, heads))}), which writes no "
+            "verdict: set reward.reward_model.kind=score or token_score, or name a causal LM"
+        )
+    folder = local(model.tokenizer_path or model.path)
+    if folder.is_dir() and not has_chat_template(folder):
+        yield (
+            f"{block}: the tokenizer {folder} has no chat template, so the judge cannot be asked: set "
+            f"{block}.tokenizer_path to one that has"
+        )
 
 
 def is_missing_folder(path: str) -> bool:

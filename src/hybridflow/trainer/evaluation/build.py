@@ -17,6 +17,7 @@ from typing import Any
 
 from hybridflow.agent.single_turn import RequestBatch
 from hybridflow.config import PPOConfig
+from hybridflow.config.reward import has_judge
 from hybridflow.config.show import to_yaml
 from hybridflow.config.tree import flatten, to_tree, with_values
 from hybridflow.controller import Backend, Factories, RankInfo, WorkerHost
@@ -26,6 +27,7 @@ from hybridflow.data.row_schema import UNNAMED_SOURCE
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.episodes.agents import Agents
 from hybridflow.episodes.planning import validation_requests
+from hybridflow.errors import ConfigError
 from hybridflow.observability.progress import duration, progress
 from hybridflow.protocol.trajectory import Trajectory
 from hybridflow.rewards.build import build_reward_manager
@@ -63,6 +65,12 @@ SAMPLING_KEYS = (
 
 def answer_and_score(config: PPOConfig, subject: Subject, responses: Path | None) -> dict[str, Any]:
     """Run the evaluation as `evaluation.main.evaluate` describes."""
+    if has_judge(config.reward):
+        raise ConfigError(
+            "reward.reward_model.kind=generative: an evaluation starts no model that is asked for verdicts. "
+            "Serve it (hybridflow serve), set reward.reward_model.enable=false and give the term judge its "
+            "base_url"
+        )
     learned = responses is None and config.reward.reward_model.enable
     roles = ["reward_model", "rollout"] if learned else ["rollout"]
     with started(config, roles, patience=0.0) as run, ExitStack() as stack:

@@ -7,10 +7,10 @@ config ─► devices ─► tokenizer, data ─► worker processes (worker_gro
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from hybridflow.agent.journal import Journal, settings_of
 from hybridflow.checkpoint.layout import REFERENCE
@@ -20,6 +20,7 @@ from hybridflow.config.layout import ROLE_KEYS
 from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.config.needs import reads_text_alone, replayed_steps
 from hybridflow.config.own_code import own_algorithm_problems
+from hybridflow.config.reward import has_judge
 from hybridflow.config.source_code import definition_of, shown
 from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.config.tree import get_value
@@ -35,7 +36,7 @@ from hybridflow.episodes.failures import Failures
 from hybridflow.episodes.pipeline import RolloutPipeline
 from hybridflow.episodes.planning import BASELINES, DEMONSTRATIONS, shows_data
 from hybridflow.episodes.rollout_traces import rollout_traces
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, install_extra
 from hybridflow.observability.progress import progress
 from hybridflow.protocol import DataProto
 from hybridflow.rewards.build import build_reward_manager
@@ -53,7 +54,7 @@ from hybridflow.trainer.profiling import StepProfiler
 from hybridflow.trainer.replay.kept_rows import KeptRows, not_kept
 from hybridflow.trainer.resume import model_facts
 from hybridflow.trainer.roles.roles import Roles, needed_roles
-from hybridflow.trainer.roles.worker_groups import start_roles
+from hybridflow.trainer.roles.worker_groups import start_judge, start_roles
 from hybridflow.trainer.run import PreparedRun, huggingface_writer, started, steps_of
 from hybridflow.trainer.schedules.collector import Collector, Collectors, collector_factories
 from hybridflow.trainer.schedules.continuous import ContinuousSource
@@ -68,6 +69,9 @@ from hybridflow.trainer.stopping import expiry_of
 from hybridflow.trainer.trainer import Trainer
 from hybridflow.trainer.why.findings import waits_written
 from hybridflow.workers.losses import find_policy_loss
+
+if TYPE_CHECKING:
+    from hybridflow.trainer.roles.judges import JudgeServer
 
 
 def make_source(
@@ -148,11 +152,31 @@ def build(config: PPOConfig, *, patience: float = 0.0) -> Iterator[PPOTrainer]:
             anew = config.trainer.resume_mode == "disable" and not patience
             journal.settle({**model_facts(config), "settings": settings_of(config)}, anew=anew)
         with (
-            closing(build_reward_manager(config.reward, config.trainer.seed)) as rewards,
+            judge_server(config) as judge,
+            closing(
+                build_reward_manager(config.reward, config.trainer.seed, judge.access if judge else None)
+            ) as rewards,
             closing(Agents(config, tokenizer, data.agent_names, journal)) as agents,
         ):
             _refuse_pictures(config, data, agents)
-            yield from _trainer(config, run, tokenizer, data, rewards, agents, step_class)
+            yield from _trainer(config, run, tokenizer, data, rewards, agents, step_class, judge)
+
+
+def judge_server(config: PPOConfig) -> AbstractContextManager[JudgeServer | None]:
+    """Return the context in which the run's generative reward model has an address; None where it has none.
+
+    Raises ConfigError where the model does not suit its keys, or the server's libraries are missing.
+    """
+    if not has_judge(config.reward):
+        return nullcontext()
+    try:
+        from hybridflow.trainer.roles.judges import JudgeServer  # needs an extra
+    except ImportError as error:
+        raise ConfigError(
+            "reward.reward_model.kind=generative is served over HTTP, and FastAPI, uvicorn or "
+            f"prometheus-client is not installed: {install_extra('serve')}"
+        ) from error
+    return JudgeServer(config).listening()
 
 
 def _check_own_algorithms(config: PPOConfig) -> None:
@@ -204,6 +228,7 @@ def _trainer(
     rewards: RewardManager,
     agents: Agents,
     step_class: type[PPOStep],
+    judge: JudgeServer | None,
 ) -> Iterator[PPOTrainer]:
     if data.train_loader is None:
         raise ConfigError("there is nothing to train on: set data.train_files or data.task.name")
@@ -212,6 +237,8 @@ def _trainer(
     needs = find_estimator(config.algorithm).needs
     more = collector_factories(config, data.agent_names, needs)
     roles = start_roles(config, tokenizer, run.start, total_steps, run.folder.nonfinite, more)
+    if judge is not None:
+        start_judge(config, tokenizer, run.start, roles, run.folder.nonfinite, judge)
     if roles.reward_model is not None:
         alone = partial(roles.alone, roles.reward_model.role)
         add_reward_model(rewards, roles.reward_model, config.reward, tokenizer, alone)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.explain import generation_batch
+from hybridflow.config.layout import JUDGE
 from hybridflow.config.needs import longest_row, responses_per_prompt
 from hybridflow.controller import Placement
 from hybridflow.controller.worker import Worker
@@ -28,7 +29,7 @@ from hybridflow.models.cache.kv_cache import slot_capacity
 from hybridflow.models.files.build import shape_of
 from hybridflow.planner.costs import FITTED, Costs, Lengths, StepRows, cpu_costs
 from hybridflow.planner.hardware import CPU, HARDWARE, Cluster
-from hybridflow.planner.memory import PlannedReplica, RoleEngine, native_quantization
+from hybridflow.planner.memory import PlannedReplica, RoleEngine, native_quantization, planned_judge
 from hybridflow.planner.model_shape import ModelShape, read_shape
 from hybridflow.planner.pools import shapes_of
 from hybridflow.planner.run_plan import OVERLAPPING, PoolPlan, RunPlan
@@ -61,7 +62,8 @@ def plan_of(config: PPOConfig) -> RunPlan:
             if role != "rollout" and not (role == "reference" and is_actors_module(config, placement))
         }
         replica_here = replica if "rollout" in roles else None
-        pools.append(PoolPlan(pool.name, tuple(roles), pool.devices_per_node, engines, replica_here))
+        judge = planned_judge(config) if JUDGE in roles else None
+        pools.append(PoolPlan(pool.name, tuple(roles), pool.devices_per_node, engines, replica_here, judge))
     return RunPlan(config, tuple(pools), config.trainer.schedule)
 
 

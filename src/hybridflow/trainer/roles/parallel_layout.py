@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from hybridflow.config import PPOConfig
-from hybridflow.config.layout import engine_keys
+from hybridflow.config.layout import JUDGE, engine_keys
 from hybridflow.config.needs import has_own_reference
 from hybridflow.controller import MeshInfo, Placement
 from hybridflow.distributed.layout import ParallelLayout
@@ -18,7 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 def sizes(config: PPOConfig, role: str, world_size: int) -> ParallelLayout:
-    """Return how the engine of a role uses `world_size` processes."""
+    """Return how the engine of a role uses `world_size` processes; of a judge, each replica is one engine."""
+    if role == JUDGE:
+        tensor = config.reward.reward_model.rollout.tensor_model_parallel_size
+        return ParallelLayout.from_keys(tensor, tensor=tensor)
     fsdp, sequence, _ = engine_keys(config, role)
     return ParallelLayout.from_keys(
         world_size,
@@ -89,6 +92,10 @@ def meshes(config: PPOConfig, roles: Sequence[str], placement: Placement) -> Map
             if config.trainer.balance_batch:
                 cost = Workload()  # requests say themselves what they cost
             found[role] = MeshInfo(world, rollout_axes(config, world), cost)
+            continue
+        if role == JUDGE:
+            tensor = config.reward.reward_model.rollout.tensor_model_parallel_size
+            found[role] = MeshInfo(world, (("dp", world // tensor), ("tp", tensor)))
             continue
         engine = role
         if role == "reference" and is_actors_module(config, placement):

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hybridflow.config import PPOConfig
+from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.config.layout import engine_keys
 from hybridflow.config.model import OptimConfig
 from hybridflow.config.needs import (
@@ -19,7 +20,7 @@ from hybridflow.config.needs import (
     wants_full_kl,
 )
 from hybridflow.controller import RankInfo, WorkerHost
-from hybridflow.data.tokenizer import Tokenizer
+from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.distributed.device import resolve_device
 from hybridflow.engines import BatchLimits, TrainEngine
 from hybridflow.engines.build import build_engine
@@ -180,6 +181,7 @@ class RoleBuilders:
     def reward_model(self, info: RankInfo) -> RewardModelWorker:
         """Build the classifier that scores responses."""
         config = self.config.reward.reward_model
+        assert config.kind != "generative", "a judge has the place of this role"
         engine = self._engine(config.kind, "reward_model", None, 0, None)
         cap = config.forward_max_token_len_per_gpu
         assert cap is not None, "filled by resolve"
@@ -217,6 +219,30 @@ class RoleBuilders:
             lora=LoraSettings.from_config(roles.model, seed=self.config.trainer.seed),
             tokenizer=self.config.data.tokenizer,
         )
+
+    def judge(self, info: RankInfo) -> RolloutWorker:
+        """Build a rank of a generative reward model, whose weights stay as they are."""
+        learned = self.config.reward.reward_model
+        keys = learned.rollout
+        config = RolloutConfig(
+            name=keys.name,
+            tensor_model_parallel_size=keys.tensor_model_parallel_size,
+            gpu_memory_utilization=keys.gpu_memory_utilization,
+            max_num_seqs=keys.max_num_seqs,
+            max_num_batched_tokens=keys.max_num_batched_tokens,
+        )
+        path = str(learned.model.tokenizer_path or learned.model.path)
+        with progress.phase("loading the model of the judge"):
+            return build_rollout_worker(
+                config,
+                actor_engine=None,
+                model=model_arguments(learned.model, self.device),
+                eos_token_ids=end_tokens(
+                    learned.model, load_tokenizer(path, learned.model.trust_remote_code)
+                ),
+                tokenizer=path,
+                frozen=True,
+            )
 
     @property
     def _temperature(self) -> float:

@@ -9,7 +9,9 @@ from functools import partial
 from typing import Any
 
 from hybridflow.config import PPOConfig
+from hybridflow.config.layout import JUDGE
 from hybridflow.config.needs import needs_reference, needs_teacher
+from hybridflow.config.reward import has_classifier, has_judge
 from hybridflow.controller import Backend, Factories, RankInfo, Worker, WorkerGroup, WorkerHost
 from hybridflow.protocol.packing import ROUTES
 from hybridflow.trainer.ppo.columns import find_estimator, find_estimators, loss_columns
@@ -43,6 +45,8 @@ class Roles:
     teacher: TeacherGroup | None = None
     reward_model: RewardModelGroup | None = None
     process_reward: ProcessRewardGroup | None = None
+    judge: RolloutGroup | None = None
+    """Replicas of a generative reward model that share processes with other roles."""
 
     @property
     def all(self) -> list[WorkerGroup[Any]]:
@@ -109,8 +113,9 @@ ROLES: tuple[RoleSpec, ...] = (
         "reward_model",
         RewardModelGroup,
         RoleBuilders.reward_model,
-        lambda config, named: config.reward.reward_model.enable,
+        lambda config, named: has_classifier(config.reward),
     ),
+    RoleSpec(JUDGE, RolloutGroup, RoleBuilders.judge, lambda config, named: has_judge(config.reward)),
     RoleSpec("process_reward", ProcessRewardGroup, RoleBuilders.process_reward, _has_process_rewards),
 )
 

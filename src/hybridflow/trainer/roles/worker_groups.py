@@ -7,9 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from operator import methodcaller
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hybridflow.config import PPOConfig
+from hybridflow.config.layout import JUDGE, lives_alone
 from hybridflow.controller import Factories, MeshInfo, Placement, WorkerFactory, WorkerHost
 from hybridflow.controller.build import Start, data_parallel, hosting
 from hybridflow.data.tokenizer import Tokenizer
@@ -20,6 +24,10 @@ from hybridflow.trainer.roles.parallel_layout import meshes
 from hybridflow.trainer.roles.role_builders import facts_of
 from hybridflow.trainer.roles.roles import ROLES, Roles, factories, groups, needed_roles
 from hybridflow.trainer.run_folder import RunFolder
+from hybridflow.workers import RolloutGroup
+
+if TYPE_CHECKING:
+    from hybridflow.trainer.roles.judges import JudgeServer
 
 
 @contextmanager
@@ -69,5 +77,32 @@ def start_roles(
     def arrange(placement: Placement) -> Mapping[str, MeshInfo]:
         return {**data_parallel(placement), **meshes(config, names, placement)}
 
+    part = None
+    if JUDGE in names and lives_alone(config.trainer, JUDGE):  # `start_judge` starts it
+        names.remove(JUDGE)
+        part = methodcaller("without", JUDGE)
     with progress.phase("starting the workers"):
-        return groups(start(make, arrange), names, config)
+        return groups(start(make, arrange, part), names, config)
+
+
+def start_judge(
+    config: PPOConfig, tokenizer: Tokenizer, start: Start, roles: Roles, nonfinite: Path, judge: JudgeServer
+) -> None:
+    """Have `judge` answer by the replicas among `roles`, or start those of a pool of their own and have it
+    answer by these.
+    """
+    if roles.judge is not None:
+        judge.begin({JUDGE: roles.judge}, None)
+        return
+    facts = facts_of(config, tokenizer, 1, nonfinite)
+    width = config.reward.reward_model.rollout.tensor_model_parallel_size
+    placement = Placement.from_config(config.trainer, needed_roles(config))
+    replicas = {part.pools[0].name: part for part in placement.replicas(JUDGE, width)}
+
+    def start_one(name: str) -> RolloutGroup:
+        part = replicas[name]
+        backend = start(partial(factories, facts), partial(meshes, config, [JUDGE]), lambda whole: part)
+        return RolloutGroup(backend, JUDGE)
+
+    with progress.phase("starting the judge"):
+        judge.begin({name: start_one(name) for name in replicas}, start_one)

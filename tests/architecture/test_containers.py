@@ -130,4 +130,4 @@ def test_commands_of_the_page() -> None:
                 assert not trains or any(word.startswith("actor_rollout_ref.model.path=") for word in words)
                 found += 1
     assert found == 4
-    assert "never built or run" in page
+    assert "No image was built and no container run" in page

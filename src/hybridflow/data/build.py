@@ -91,12 +91,6 @@ class PromptData:
         if isinstance(loader.dataset, GrowingPrompts):
             loader.dataset.on_batch_end(batch)
 
-    def growth(self) -> dict[str, float]:
-        """Return the metrics of a dataset that grows; none of others."""
-        if self.train_loader is None or not isinstance(self.train_loader.dataset, GrowingPrompts):
-            return {}
-        return self.train_loader.dataset.growth()
-
 
 @dataclass(frozen=True)
 class LearningData(Generic[Item]):

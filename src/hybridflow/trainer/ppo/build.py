@@ -27,6 +27,7 @@ from hybridflow.config.tree import get_value
 from hybridflow.controller import WorkerGroup
 from hybridflow.controller.resource_pool import COLLECTOR
 from hybridflow.data.build import PromptData, build_prompt_data
+from hybridflow.data.growing import GrowingPrompts
 from hybridflow.data.loader import CurriculumSampler, Sampler, StatefulLoader, StatefulSampler
 from hybridflow.data.plugin import load_object
 from hybridflow.data.prompts import PromptRow
@@ -299,7 +300,7 @@ def _trainer(
             only_validates=config.trainer.val_only,
             keeping=kept.keeping if config.trainer.keep_rows else not_kept,
             after_update=partial(_finish_batch, source, data),
-            log_samples=partial(_further_metrics, samples, predictor, data),
+            log_samples=partial(_further_metrics, samples, predictor, data.train_loader.dataset),
             profiling=StepProfiler(config.global_profiler, roles.all, run.folder.path),
         )
         # have the traces of collectors sent, and log the failures of the run, unless it only made batches
@@ -312,7 +313,7 @@ def _trainer(
 def _further_metrics(
     samples: SampleLog,
     predictor: Predictor | None,
-    data: PromptData,
+    dataset: object,
     batch: DataProto,
     values: Mapping[str, float],
     step: int,
@@ -320,7 +321,9 @@ def _further_metrics(
     """Keep the samples of a step; return their metrics, the size of data that grow, and the predicted times
     of the step.
     """
-    found = samples.training(batch, values, step) | data.growth()
+    found = samples.training(batch, values, step)
+    if isinstance(dataset, GrowingPrompts):
+        found |= dataset.growth()
     if predictor is not None:
         found |= predictor(batch, values)
     return found

@@ -15,11 +15,9 @@ from torch import Tensor
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.by_source import algorithms_of, sources_of
-from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.fields import FIELDS, fit_column
 from hybridflow.trainer.ppo.columns import estimate_advantages, find_estimators
-from hybridflow.trainer.ppo.data_metrics import source_metrics
 
 
 class SourceAdvantages:
@@ -64,12 +62,6 @@ class SourceAdvantages:
             usual = self.config.actor_rollout_ref.actor.kl_loss_coef
             columns["source_kl_coef"] = torch.tensor([self._kl_coefs.get(each, usual) for each in sources])
         return DataProto.from_dict(columns)
-
-    def measure(self, batch: DataProto) -> Metrics:
-        """Return the metrics of each data source of the batch; none where all rows have one algorithm."""
-        if len(self.estimators) == 1:
-            return Metrics()
-        return source_metrics(batch)
 
     def _rows(self, batch: DataProto) -> dict[str | None, Tensor]:
         """Return the numbers of the rows of each algorithm that has some, by its source."""

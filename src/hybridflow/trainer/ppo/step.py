@@ -37,7 +37,7 @@ from hybridflow.trainer.ppo.columns import (
     resample,
     select_tokens,
 )
-from hybridflow.trainer.ppo.data_metrics import batch_metrics, staleness_metrics
+from hybridflow.trainer.ppo.data_metrics import batch_metrics, source_metrics, staleness_metrics
 from hybridflow.trainer.ppo.exact import ExactState
 from hybridflow.trainer.ppo.old_log_probs import OldLogProbs, OldOfStep
 from hybridflow.trainer.ppo.replay_buffer import ReplayBuffer, add_columns
@@ -230,7 +230,8 @@ class PPOStep:
         """Return the metrics of the step's own rows, and how stale the tokens of all rows are."""
         metrics = batch_metrics(own, has_critic=self.roles.critic is not None)
         metrics.update(old.metrics)
-        metrics.update(self.advantages.measure(own))
+        if len(self.advantages.estimators) > 1:
+            metrics.update(source_metrics(own))
         metrics.update(staleness_metrics(batch, self.roles.actor.version))
         metrics.update(self.roles.actor.measure(batch, old.off_policy))
         return metrics

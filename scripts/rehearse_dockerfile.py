@@ -80,6 +80,9 @@ def open_stage(work: Path, python: str) -> Stage:
     users = parts["root"] / "etc" / "passwd"  # a base image has no ordinary ones
     lines = users.read_text().splitlines(keepends=True)
     users.write_text("".join(line for line in lines if not 1000 <= int(line.split(":")[2]) < 60_000))
+    for folder in Path(python).resolve().parents:  # which an ordinary user of an image may enter
+        there = parts["root"] / folder.relative_to("/")
+        there.chmod(there.stat().st_mode | 0o011)
     variables = {
         name: value for name, value in os.environ.items() if name.startswith(("PIP_", "LANG", "SSL_"))
     }

@@ -19,8 +19,8 @@ FOLDER = Path(__file__).parents[1] / "simulated_device"
 NOTHING_SELECTED = 5
 FILES = sorted(path.name for path in FOLDER.glob("test_*.py"))
 SHARED = (
-    ("test_device.py", "test_transfers.py", "test_saving.py", "test_generation.py", "test_memory.py"),
-    ("test_collectives.py", "test_push.py", "test_ranks.py", "test_offload.py"),
+    ("test_device.py", "test_transfers.py", "test_device_saving.py", "test_generation.py", "test_memory.py"),
+    ("test_collectives.py", "test_device_push.py", "test_ranks.py", "test_device_offload.py"),
 )
 """Files that share a process: those of one process, and those of several ranks."""
 ALONE = tuple((file,) for file in FILES if not any(file in files for files in SHARED))

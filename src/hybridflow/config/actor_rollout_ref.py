@@ -256,8 +256,8 @@ class ActorConfig(ShardedLearnerConfig):
     ppo_epochs: int = key(1, "Passes over the responses of each step.", minimum=1)
     use_prefix_grouper: bool | None = key(
         None,
-        "Compute a prompt once for all of its responses in a pass: fewer tokens are computed. null: where "
-        "exact mode is off; true: exact mode is off.",
+        "Compute a prompt once for all of its responses in a pass: fewer tokens are computed. null: on a "
+        "CPU, where exact mode is off; true: exact mode is off.",
         excludes(
             ".ulysses_sequence_parallel_size>1 or actor_rollout_ref.ref.ulysses_sequence_parallel_size>1",
             "ranks that share rows hold each prompt as often as it has responses",

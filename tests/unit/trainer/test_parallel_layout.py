@@ -71,6 +71,7 @@ def test_rows_of_a_prompt_go_to_one_rank_where_they_share_it_and_ranks_stay_even
         ("actor_rollout_ref.rollout.exact=true",),
         (f"{ACTOR}.strategy=megatron",),
         (f"{ACTOR}.use_prefix_grouper=false",),
+        ("trainer.device=cuda",),
     ],
 )
 def test_no_run_shares_prompts_by_itself_where_it_cannot_or_gains_nothing(keys: tuple[str, ...]) -> None:

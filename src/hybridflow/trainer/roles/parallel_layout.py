@@ -9,6 +9,7 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.layout import JUDGE, engine_keys
 from hybridflow.config.needs import has_own_reference
 from hybridflow.controller import MeshInfo, Placement
+from hybridflow.distributed.device import resolve_device
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.models.adapters.lora import LoraSettings
 from hybridflow.protocol.balancing import Workload, even_in_groups
@@ -42,8 +43,10 @@ def rollout_axes(config: PPOConfig, world_size: int) -> tuple[tuple[str, int], .
 
 
 def may_share_prompts(config: PPOConfig) -> bool:
-    """Return whether rows of a prompt may share it, by `actor.use_prefix_grouper` or where it decides itself:
-    exact mode, which is settled later, has the last word.
+    """Return whether rows of a prompt may share it, as `actor.use_prefix_grouper` says.
+
+    Where that is left to the run, they do on a CPU. Elsewhere the gain is not measured, and packed rows are
+    one call of attention, which rows that share are not. Exact mode, settled later, has the last word.
     """
     roles = config.actor_rollout_ref
     if roles.actor.use_prefix_grouper is not None:
@@ -54,6 +57,8 @@ def may_share_prompts(config: PPOConfig) -> bool:
         and sequence == 1
         and roles.actor.strategy != "megatron"
         and roles.rollout.exact is not True
+        and config.trainer.device in ("auto", "cpu")
+        and resolve_device(config.trainer.device).type == "cpu"
     )
 
 

@@ -154,8 +154,8 @@ def test_a_program_over_stdio_serves_all_trajectories_and_comes_back(
         check(toolset)
         one = answers(toolset, ToolCall("process", "{}"))
         assert answers(toolset, ToolCall("process", "{}")) == one  # another event loop, the same process
-        (gone,) = answers(toolset, ToolCall("price", '{"item": "bomb"}'))
-        assert gone.problem == "raised"
+        (lost,) = answers(toolset, ToolCall("price", '{"item": "bomb"}'))
+        assert lost.problem == "raised"
         (again,) = answers(toolset, ToolCall("process", "{}"))
         assert not again.problem and again != one[0]
     finally:

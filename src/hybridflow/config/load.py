@@ -310,6 +310,8 @@ def _parse(text: str, problems: list[str], wrong: set[str]) -> list[Setting]:
         return [Setting(path, delete=True)]
     else:
         value = override.value()
+        if isinstance(value, dict) and any("." in str(name) for name in value):
+            return [Setting(path, value)]  # names such as those of data sources
         if isinstance(value, dict) and value:
             return [Setting(p, v) for p, v in flatten(value, path + ".")]
         return [Setting(path, value)]

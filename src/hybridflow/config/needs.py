@@ -76,6 +76,10 @@ def teacher_reader(config: PPOConfig) -> str:
     """Return the key, with its value, by which the run reads a teacher."""
     if has_divergence(config):
         return f"distillation.distillation_loss.loss_mode={config.distillation.distillation_loss.loss_mode}"
+    for source, each in algorithms_of(config.algorithm).items():
+        facts = ESTIMATORS.get(each.adv_estimator)
+        if source is not None and facts is not None and facts.teacher:
+            return f"algorithm.by_source, {source}: adv_estimator={each.adv_estimator}"
     return f"algorithm.adv_estimator={config.algorithm.adv_estimator}"
 
 

@@ -74,7 +74,7 @@ def merge(
         raise ConfigError(
             f"target folder {target} exists and is not an empty folder: give the name of a new one"
         )
-    source = Source.open(Path(checkpoint_dir).expanduser(), base_model)
+    source = Source.open(Path(checkpoint_dir).expanduser(), base_model, trust_remote_code)
     if lora is not None and not source.with_adapters:
         raise ConfigError(
             f"--lora {lora}: {source.folder} holds no adapters, all of its weights were trained. Leave "
@@ -130,7 +130,7 @@ def compare(
 
     Raises CheckpointError that says what differs.
     """
-    source = Source.open(Path(checkpoint_dir).expanduser(), base_model)
+    source = Source.open(Path(checkpoint_dir).expanduser(), base_model, trust_remote_code)
     folder = Path(hf_dir).expanduser()
     if (folder / CONFIG).is_file() and source.with_adapters:
         return _check_adapter(source, folder)
@@ -221,10 +221,12 @@ def _in_dtype(
 ) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors as they are after they were written in one dtype and read in that of training.
 
+    The head of a critic, which computes in float32 or wider, is read so too, with its numbers rounded.
     Raises CheckpointError for numbers that the written dtype cannot hold.
     """
+    trained: torch.dtype = getattr(torch, source.dtype)
     for name, tensor in tensors:
-        if written == source.dtype or not tensor.is_floating_point():
+        if not tensor.is_floating_point() or (written == source.dtype and tensor.dtype == trained):
             yield name, tensor
             continue
         rounded = tensor.to(getattr(torch, written))
@@ -233,7 +235,7 @@ def _in_dtype(
                 f"{name} has numbers up to {float(tensor.abs().max()):.3g}, which {written} cannot hold: "
                 "merge with --dtype bfloat16 or --dtype float32"
             )
-        yield name, rounded.to(getattr(torch, source.dtype))
+        yield name, rounded.to(trained).to(tensor.dtype if source.is_value else trained)
 
 
 def _load(path: str | Path, dtype: str, trust_remote_code: bool) -> PolicyModel:

@@ -49,9 +49,11 @@ class Source:
     """Tensors by their names in the module in training; each is read when it is asked for."""
     began_from: Path | None = None
     """Folder of the model that a critic began from; None for one that began from the actor's."""
+    trust_remote_code: bool = False
+    """Whether the model's own code may run."""
 
     @classmethod
-    def open(cls, path: Path, began_from: str | None = None) -> Source:
+    def open(cls, path: Path, began_from: str | None = None, trust_remote_code: bool = False) -> Source:
         """Open a `global_step_N` folder (its actor) or a role's folder; `began_from` is for a critic.
 
         Raises CheckpointError where it is damaged or holds no policy.
@@ -64,7 +66,8 @@ class Source:
                 raise CheckpointError(f"checkpoint {folder.parent} is damaged: {damage}. Merge another step")
         else:
             logger.warning("%s has no %s beside it: its files cannot be verified", folder, MANIFEST)
-        source = cls(folder, read_tensors(folder, MODEL), Path(began_from) if began_from else None)
+        base = Path(began_from) if began_from else None
+        source = cls(folder, read_tensors(folder, MODEL), base, trust_remote_code)
         if source.is_value and (folder / HF_FOLDER).is_dir():
             raise CheckpointError(
                 f"{folder} holds a reward model, which is not merged: its run has saved the classifier as "
@@ -113,7 +116,7 @@ class Source:
         """Yield all tensors by their Hugging Face names, one at a time."""
         renamed = {"hf.": ""}
         if self.is_value:
-            _, backbone, head = token_classifier(self.hf_folder)
+            _, backbone, head = token_classifier(self.hf_folder, self.trust_remote_code)
             renamed = {"backbone.": f"{backbone}.", "head.": f"{head}."}
         for name in self.tensors:
             part = next(part for part in renamed if name.startswith(part))
@@ -146,7 +149,8 @@ class Source:
         shutil.copytree(self.hf_folder, target, dirs_exist_ok=True, ignore=_weights_and_adapter)
         if self.is_value:
             config = json.loads((target / "config.json").read_text(encoding="utf-8"))
-            config |= {"architectures": [token_classifier(self.hf_folder)[0]], **ONE_LABEL}
+            kind, *_ = token_classifier(self.hf_folder, self.trust_remote_code)
+            config |= {"architectures": [kind], **ONE_LABEL}
             (target / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
 
     def stage_weights(self, target: Path) -> None:
@@ -196,7 +200,8 @@ def _role_folder(path: Path) -> Path:
     if path.is_dir():
         what = f"it holds {', '.join(sorted(p.name for p in path.iterdir())[:8]) or 'nothing'}"
     raise CheckpointError(
-        f"no actor to merge at {path}: {what}. Give a global_step_N folder or the {ACTOR} folder in it"
+        f"no actor to merge at {path}: {what}. Give a global_step_N folder, or in it the folder of the "
+        f"{ACTOR} or the critic"
     )
 
 

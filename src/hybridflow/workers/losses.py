@@ -155,7 +155,7 @@ def policy_loss(
             if clamped is not None:
                 metrics.add_mean("actor/kl_clamped_fraction", clamped.sum(), mask.sum())
         if config.positive_lm_loss_coef:
-            likelihood = positive_example_loss(log_prob, mask, rows["positive"], scale)
+            likelihood = positive_example_loss(log_prob, mask, rows["positive"], shares)
             total = total + config.positive_lm_loss_coef * likelihood
             metrics.add_sum("actor/positive_lm_loss", likelihood.detach())
         return total, metrics

@@ -20,6 +20,7 @@ from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.data.tokenizer import load_tokenizer
 from hybridflow.errors import CheckpointError, ConfigError, ModelError
 from hybridflow.merger import compare, merge
+from hybridflow.merger.merge import Dtype
 from hybridflow.merger.source import folder_dtype
 from hybridflow.models.adapters.adapter_folder import CONFIG, WEIGHTS
 from hybridflow.models.adapters.lora import LoraSettings, adapted_layers, add_lora, saved_names
@@ -306,8 +307,8 @@ def test_what_is_not_merged(tmp_path: Path, tiny_folder: Path) -> None:
         merge(tmp_path / "critic", tmp_path / "merged")
 
 
-def critic_of(folder: Path) -> ValueModel:
-    critic = ValueModel(trained(folder).hf)
+def critic_of(folder: Path, dtype: str = "float32") -> ValueModel:
+    critic = ValueModel(trained(folder, dtype).hf)
     with torch.no_grad():
         critic.head.weight.normal_()
         critic.head.bias.fill_(0.5)
@@ -334,6 +335,20 @@ def test_a_critic_is_a_token_classifier_that_a_critic_begins_from(tmp_path: Path
     assert values(begun).equal(values(critic))
     low = merge(step / "critic", tmp_path / "bfloat16", dtype="bfloat16")
     assert file_dtypes(low) == {torch.bfloat16} and "rounded to bfloat16" in compare(step / "critic", low)
+
+
+@pytest.mark.parametrize("written", ["source", "trained", "bfloat16"])
+def test_the_head_of_a_critic_in_bfloat16_is_rounded_as_its_other_weights(
+    written: Dtype, tmp_path: Path, tiny_folder: Path
+) -> None:
+    step = save(tmp_path / "run", trained(tiny_folder, "bfloat16"))
+    (step / "manifest.json").unlink()
+    critic = critic_of(tiny_folder, "bfloat16")
+    save_shards(step / "critic", {"model": dict(critic.state_dict())})
+    target = merge(step / "critic", tmp_path / "merged", dtype=written)
+    assert "equal bit for bit" in compare(step / "critic", target)
+    begun = build_score("value", target, device="cpu", dtype="bfloat16", probe=False)
+    assert begun.head.weight.equal(critic.head.weight.bfloat16().float())
 
 
 def test_a_critic_that_began_from_another_model(tmp_path: Path, tiny_folder: Path) -> None:

@@ -20,7 +20,7 @@ from PIL import Image
 
 pytest.importorskip("mcp.server.mcpserver", reason="the extra mcp is not installed")
 
-from endings import wait_until
+from endings import gone, wait_until
 from hybridflow.config.agent import MultiTurnConfig
 from hybridflow.data.pictures import pack_media, read_picture
 from hybridflow.errors import ConfigError

@@ -18,13 +18,16 @@ from hybridflow.algorithms.policy_losses import POLICY_LOSSES
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.algorithm import AlgorithmConfig
+from hybridflow.config.by_source import sources_of
+from hybridflow.config.load import load_config
+from hybridflow.config.needs import teacher_reader
 from hybridflow.errors import ConfigError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.packing import make_rows
 from hybridflow.protocol.randomness import generator
 from hybridflow.trainer.ppo.by_source import SourceAdvantages
-from hybridflow.trainer.ppo.columns import estimate_advantages, find_estimator
+from hybridflow.trainer.ppo.columns import estimate_advantages, find_estimator, find_estimators
 from hybridflow.trainer.replay.reverify import reverify
 from hybridflow.workers.losses import policy_loss
 from hybridflow.workers.mini_batches import MiniBatchPlan, mini_batches
@@ -170,6 +173,26 @@ def test_the_loss_is_the_weighted_mean_however_it_is_cut(mode: str) -> None:
     assert abs(wanted - even) > 1e-3, "the weights decide"
 
 
+def test_the_loss_of_right_answers_is_a_weighted_mean_too() -> None:
+    batch = batch_of(rows_of("a", 5, seed=4), rows_of("bb", 9, seed=5))
+    config = algorithm(a={"weight": 4.0})
+    batch |= SourceAdvantages(config)(batch)
+    right = torch.arange(len(batch)) % 2 == 0
+    batch |= DataProto.from_dict({"positive": right})
+    losses = []
+    for coef in (0.0, 0.5):
+        actor = ActorConfig(positive_lm_loss_coef=coef)
+        ((mini, scale),) = mini_batches(batch, MiniBatchPlan(99, 1, False, 0, 1), Metrics(), name="actor")
+        function = policy_loss(actor, scale, POLICY_LOSSES["vanilla"])
+        parts = [function({"log_probs": rows.batch["old_log_probs"]}, rows)[0] for rows in mini.split(5)]
+        losses.append(float(sum(parts)))
+    weights = torch.tensor([4.0 if each == "a" else 1.0 for each in batch.non_tensor_batch["data_source"]])
+    chosen = batch.batch["loss_mask"] & right[:, None]
+    each = (weights[:, None] * chosen).double()
+    wanted = float((each * -batch.batch["old_log_probs"].double()).sum() / each.sum())
+    assert losses[1] - losses[0] == pytest.approx(0.5 * wanted, rel=1e-4)
+
+
 def test_counts_without_weights_are_those_of_weights_of_one() -> None:
     batch = batch_of(rows_of("a", 6, seed=6, several=True)).batch
     arguments = (batch["loss_mask"], None, batch["trajectory_id"])
@@ -254,6 +277,20 @@ def test_sources_with_the_algorithm_of_the_run_change_no_bit(model: Path, tmp_pa
         assert "source_weight" not in batch
         steps.append((batch.batch["advantages"], metrics.to_floats()["actor/grad_norm"]))
     assert torch.equal(steps[0][0], steps[1][0]) and steps[0][1] == steps[1][1]
+
+
+def test_a_data_source_may_have_a_dot_in_its_name() -> None:
+    keys = ["algorithm.by_source={a.b: {weight: 2}, c: {adv_estimator: rloo}}"]
+    entries = sources_of(load_config(PPOConfig, keys).config.algorithm)
+    assert entries["a.b"].weight == 2.0 and entries["c"].adv_estimator == "rloo"
+
+
+def test_a_problem_of_an_entry_names_its_source(tmp_path: Path) -> None:
+    own = algorithm(sums={"adv_estimator": f"{tmp_path}/none.py:foo"}).algorithm
+    with pytest.raises(ConfigError, match=r"^algorithm\.by_source, sums: .*none\.py"):
+        find_estimators(own)
+    taught = algorithm(sums={"adv_estimator": "on_policy_distillation"})
+    assert teacher_reader(taught) == "algorithm.by_source, sums: adv_estimator=on_policy_distillation"
 
 
 def test_a_source_that_no_row_has_is_refused(model: Path, tmp_path: Path) -> None:

@@ -57,9 +57,8 @@ def test_rows_of_a_prompt_go_to_one_rank_where_they_share_it_and_ranks_stay_even
         assert [dealt_by(apart, parts) for parts in (1, 8)] == [[], []] and not caplog.messages
         for shared in (sharing(), sharing(f"{ACTOR}.use_prefix_grouper=true")):
             assert [dealt_by(shared, parts) for parts in (1, 2, 3)] == [["group_ids"]] * 3
-            assert not caplog.messages
-            assert dealt_by(shared, 8) == [] and "ppo_mini_batch_size to a multiple of 8" in caplog.text
-            caplog.clear()
+        assert dealt_by(sharing(), 8) == [] and not caplog.messages, "nobody has asked for it"
+        assert dealt_by(shared, 8) == [] and "ppo_mini_batch_size to a multiple of 8" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -72,6 +71,7 @@ def test_rows_of_a_prompt_go_to_one_rank_where_they_share_it_and_ranks_stay_even
         (f"{ACTOR}.strategy=megatron",),
         (f"{ACTOR}.use_prefix_grouper=false",),
         ("trainer.device=cuda",),
+        (f"{ACTOR}.router_aux_loss_coef=0.01",),
     ],
 )
 def test_no_run_shares_prompts_by_itself_where_it_cannot_or_gains_nothing(keys: tuple[str, ...]) -> None:

@@ -80,6 +80,8 @@ def _names(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     estimators = [each.adv_estimator for each in algorithms_of(config.algorithm).values()]
     loss = actor.policy_loss.loss_mode
     facts = loss_facts(config)
+    if config.distillation.lmbda < 1:  # which takes the data's answers too
+        given = given - {"data.demonstration_key"}
     yield from _read_by_others("algorithm.adv_estimator", estimators, ESTIMATORS, given)
     yield from _read_by_others(f"{ACTOR}.policy_loss.loss_mode", [loss], POLICY_LOSSES, given)
     if estimator in ESTIMATORS and config.algorithm.options:

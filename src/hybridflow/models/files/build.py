@@ -75,13 +75,13 @@ def is_classifier(kind: Kind, config: PretrainedConfig) -> bool:
     return kind != "policy"
 
 
-def token_classifier(folder: str | Path) -> tuple[str, str, str]:
+def token_classifier(folder: str | Path, trust_remote_code: bool) -> tuple[str, str, str]:
     """Return the class of the token classifier over the model of a folder, and what its files call backbone
     and head.
     """
-    config = load_config(folder)
+    config = load_config(folder, trust_remote_code=trust_remote_code)
     with torch.device("meta"):
-        hf = AutoModelForTokenClassification.from_config(config)
+        hf = AutoModelForTokenClassification.from_config(config, trust_remote_code=trust_remote_code)
     return type(hf).__name__, str(hf.base_model_prefix), head_name(hf)
 
 

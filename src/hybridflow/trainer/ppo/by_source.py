@@ -17,7 +17,7 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.by_source import algorithms_of, sources_of
 from hybridflow.protocol import DataProto
 from hybridflow.protocol.fields import FIELDS, fit_column
-from hybridflow.trainer.ppo.columns import estimate_advantages, find_estimators
+from hybridflow.trainer.ppo.columns import estimate_advantages, find_estimators, of_source
 
 
 class SourceAdvantages:
@@ -51,7 +51,8 @@ class SourceAdvantages:
         }
         for source, rows in self._rows(batch).items():
             own = without_others(batch, rows)
-            found = estimate_advantages(own, self._runs[source], self.estimators[source])
+            with of_source(source):
+                found = estimate_advantages(own, self._runs[source], self.estimators[source])
             for name, column in columns.items():
                 values: Tensor = found.batch[name]
                 column[rows, : values.shape[1]] = values.float()

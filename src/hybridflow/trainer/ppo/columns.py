@@ -9,7 +9,8 @@ There are columns that the driver does without: some stay with a collector, and 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -75,8 +76,26 @@ def find_estimator(algorithm: AlgorithmConfig) -> AdvantageEstimator:
 
 
 def find_estimators(algorithm: AlgorithmConfig) -> dict[str | None, AdvantageEstimator]:
-    """Return the estimator of each data source that has its own, and under None that of all other rows."""
-    return {source: find_estimator(each) for source, each in algorithms_of(algorithm).items()}
+    """Return the estimator of each data source that has its own, and under None that of all other rows.
+
+    ConfigError, with the data source, where one cannot be called.
+    """
+    found: dict[str | None, AdvantageEstimator] = {}
+    for source, each in algorithms_of(algorithm).items():
+        with of_source(source):
+            found[source] = find_estimator(each)
+    return found
+
+
+@contextmanager
+def of_source(source: str | None) -> Iterator[None]:
+    """Name the data source in a ConfigError about its entry of `algorithm.by_source`; None has no entry."""
+    try:
+        yield
+    except ConfigError as error:
+        if source is None:
+            raise
+        raise ConfigError(f"algorithm.by_source, {source}: {error}") from error
 
 
 def loss_columns(config: PPOConfig) -> list[str]:

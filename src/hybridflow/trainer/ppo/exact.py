@@ -151,12 +151,9 @@ def _no_reuse(config: PPOConfig) -> str | None:
             "greedy tokens have log-probs at temperature 1, and training computes them at "
             f"{rollout.temperature}: set temperature=1"
         )
-    if rollout.exact == "auto" and any(
-        "sum_pi_squared" in each.needs for each in find_estimators(config.algorithm).values()
-    ):
-        return (
-            f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs the pass that exact mode saves"
-        )
+    for each in find_estimators(config.algorithm).values():
+        if rollout.exact == "auto" and "sum_pi_squared" in each.needs:
+            return f"the estimator {each.name} needs the pass that exact mode saves"
     if rollout.exact == "auto" and longest > AUTO_LENGTH:
         return (
             f"a row may have {keys} tokens, and {KEY}=auto takes up to {AUTO_LENGTH}, beyond which it "

@@ -73,10 +73,7 @@ class OldLogProbs:
                 None  # weights and rejection compare the rollout with the pass, so every step has one
             )
         if with_sum_pi_squared and (exact.reuses or self.within is not None):
-            logger.info(
-                "%s needs Σπ² from the pass for old log-probs, so that pass stays",
-                config.algorithm.adv_estimator,
-            )
+            logger.info("an estimator needs Σπ² from the pass for old log-probs, so that pass stays")
 
     def __call__(self, batch: DataProto, plan: MiniBatchPlan | None, step: int) -> OldOfStep:
         """Return the old log-probs of step number `step`.

@@ -56,6 +56,7 @@ def may_share_prompts(config: PPOConfig) -> bool:
         roles.rollout.n > 1
         and sequence == 1
         and roles.actor.strategy != "megatron"
+        and not roles.actor.router_aux_loss_coef  # which would count a shared token once
         and roles.rollout.exact is not True
         and config.trainer.device in ("auto", "cpu")
         and resolve_device(config.trainer.device).type == "cpu"
@@ -72,6 +73,8 @@ def dealt_by(config: PPOConfig, parts: int) -> list[str]:
     actor = config.actor_rollout_ref.actor
     if even_in_groups(actor.ppo_mini_batch_size, parts):
         return ["group_ids"]
+    if actor.use_prefix_grouper is None:
+        return []
     logger.info(
         "actor.use_prefix_grouper: the %d prompts of a mini-batch are not dealt whole to %d ranks, which "
         "would be uneven, so fewer rows "

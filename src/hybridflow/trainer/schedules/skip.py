@@ -47,6 +47,7 @@ DECIDING = (
     "algorithm.adv_estimator",
     "algorithm.filter_groups.",
     "algorithm.overlong_filtering",
+    "distillation.lmbda",
 )
 """Beginnings of the keys that decide what a rollout and its score are."""
 

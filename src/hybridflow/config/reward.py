@@ -146,6 +146,10 @@ MODEL_TERM = "reward_model"
 """Name of the term of `reward.terms` that is the score of `reward.reward_model`."""
 JUDGE_TERM = "judge"
 """Name of the built-in reward function that asks a generative model."""
+JUDGE_APART = (
+    "serve it (hybridflow serve), set reward.reward_model.enable=false and give the term judge its base_url"
+)
+"""What to do where a run's own judge cannot be asked."""
 JUDGE_OFFERS = ("reward_router_address", "reward_model_name", "reward_model_tokenizer")
 """Arguments that a reward function gets, where it names them, from the run's own generative reward model."""
 
@@ -183,7 +187,8 @@ class JudgeEngineConfig:
     )
     max_restarts: int = key(
         3,
-        "How often a replica is started again after it was lost; its requests go to the others, or wait.",
+        "How often a replica is started again after it was lost; its requests go to the others, or wait. A "
+        "start that fails is tried again 5, 10, 20, … seconds later, trainer.startup_timeout at most.",
         minimum=0,
     )
 
@@ -393,14 +398,15 @@ def reward_problems(reward: RewardConfig) -> Iterator[str]:
     if has_classifier(reward) and chosen and not named:
         yield (
             f"reward.reward_model.enable=true beside {chosen[0]}, which does not use its score: join them by "
-            f"reward.terms=[{{name: {MODEL_TERM}}}, {{name: FUNCTION or path.py:name}}], or, where the "
-            "function asks the model itself, set reward.reward_model.kind=generative"
+            f"reward.terms=[{{name: {MODEL_TERM}}}, {{name: FUNCTION or path.py:name}}], with "
+            "reward.function=auto, or, where the function asks the model itself, set "
+            "reward.reward_model.kind=generative"
         )
     if has_judge(reward) and not _may_ask(reward):
         yield (
             f"reward.reward_model.kind=generative beside {chosen[0]}, which never asks the model: set "
-            f"reward.terms=[{{name: {JUDGE_TERM}}}, …], or a function of yours that names "
-            f"{JUDGE_OFFERS[0]}"
+            f"reward.function=auto and reward.terms=[{{name: {JUDGE_TERM}}}, …], or a function of yours that "
+            f"names {JUDGE_OFFERS[0]}"
         )
     if reward.manager not in (None, "batch") and ":" not in reward.manager:
         yield f"reward.manager={reward.manager}: wanted batch, or path/to/file.py:name"

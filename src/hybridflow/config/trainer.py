@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from hybridflow.config.reward import JUDGE_APART
 from hybridflow.config.schema import excludes, group, key, less_than, needs, read_by, surprises
 
 BETWEEN_UPDATES = "it has no effect where a batch is generated between two updates"
@@ -275,8 +276,14 @@ class TrainerConfig(BaseTrainerConfig):
             way="trainer.controller=ray, or num_collectors=0",
         ),
         excludes(
-            "reward.reward_model.enable",
+            "reward.reward_model.kind=score|token_score",
             "the model scores all responses of a step together, and no collector has them all",
+            way="trainer.num_collectors=0 or reward.reward_model.enable=false",
+        ),
+        excludes(
+            "reward.reward_model.kind=generative",
+            "no collector is given the judge's address, which is one of the trainer's machine alone",
+            way=f"trainer.num_collectors=0, or {JUDGE_APART}",
         ),
         excludes(
             "reward.manager",

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hybridflow.config.needs import may_score_itself
-from hybridflow.config.reward import CUSTOM, MODEL_TERM, RewardConfig, has_judge
+from hybridflow.config.reward import CUSTOM, JUDGE_APART, MODEL_TERM, RewardConfig, has_judge
 from hybridflow.config.root import PPOConfig
 from hybridflow.data.early_checks import SplitFacts
 from hybridflow.data.plugin import check_location
@@ -49,6 +49,11 @@ def check_reward(config: PPOConfig, splits: Sequence[SplitFacts]) -> None:
 
 def refuse_model(reward: RewardConfig) -> None:
     """Raise ConfigError for a reward model where only functions score."""
+    if has_judge(reward):
+        raise ConfigError(
+            "reward.reward_model.kind=generative: here no model is started that is asked for verdicts: "
+            f"{JUDGE_APART}; to try other functions alone, set enable=false and leave the term judge out"
+        )
     if reward.reward_model.enable:
         raise ConfigError(
             "reward.reward_model.enable=true: here no model is started, and its part of the score would be "

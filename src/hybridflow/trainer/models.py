@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,15 @@ from hybridflow.models.files.build import generation_end_tokens, import_external
 from hybridflow.models.files.size import active_parameters, workload_of
 from hybridflow.models.liger import check_liger
 from hybridflow.protocol.balancing import Workload
+
+
+@contextmanager
+def naming_model(key: str, path: str | None) -> Iterator[None]:
+    """Have a ModelError of this context begin with the key that chose the model, and its value."""
+    try:
+        yield
+    except ModelError as error:
+        raise ModelError(f"{key}={path}: {error}") from error
 
 
 def model_arguments(config: ModelConfig, device: torch.device) -> dict[str, Any]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -20,10 +22,12 @@ from tiny_trainer import build, tiny_model
 from hybridflow.config import PPOConfig
 from hybridflow.controller.local import LocalBackend
 from hybridflow.data.tokenizer import load_tokenizer
-from hybridflow.errors import ConfigError
+from hybridflow.errors import ConfigError, HybridFlowError, ModelError
 from hybridflow.observability.trackers.jsonl import read_metrics
+from hybridflow.rewards.early_checks import refuse_model
 from hybridflow.rollout.base import GenerationOutput
-from hybridflow.trainer.roles.judges import JudgeServer
+from hybridflow.trainer.roles import judges
+from hybridflow.trainer.roles.judges import JudgeServer, ReplicaKeeper
 from hybridflow.trainer.roles.role_builders import facts_of
 from hybridflow.trainer.roles.roles import factories
 from hybridflow.workers import RolloutGroup, RolloutWorker
@@ -140,17 +144,25 @@ class SilentGroup:
     def __init__(self) -> None:
         self.replicas = (SilentReplica(),)
         self.woken = threading.Event()
+        self.backend = self
+        self.has_ended = False
+        self.is_lost = False
 
     @contextmanager
     def opened(self) -> Iterator[Any]:
         yield self
 
     def serve(self, over: Any) -> None:
+        if self.is_lost:
+            raise RuntimeError("the card is on fire")
         while not over():
             self.woken.wait(0.01)
 
     def wake(self) -> None:
         self.woken.set()
+
+    def shutdown(self) -> None:
+        self.has_ended = True
 
 
 class SilentReplica:
@@ -205,6 +217,93 @@ def test_requests_wait_for_a_replica_only_until_their_deadline(tmp_path: Path) -
     assert said[0] == 504 and "found no replica of the judge alive within 0.2 s (deadline_s)" in said[1]
 
 
+def lost_group() -> Any:
+    group: Any = SilentGroup()
+    group.is_lost = True
+    return group
+
+
+def no_devices() -> RolloutGroup:
+    raise RuntimeError("no devices")
+
+
+def test_starts_that_fail_are_ever_further_apart(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(judges, "FIRST_PAUSE", 0.01)
+    keeper = ReplicaKeeper("judge-0", lost_group(), no_devices, 5, 0.03)
+    assert keeper.join(PATIENCE)
+    assert keeper.failure == "judge-0 was lost: RuntimeError: no devices"
+    pauses = [message for message in caplog.messages if "is started again in" in message]
+    assert [message.split()[-2] for message in pauses] == ["0.01", "0.02", "0.03", "0.03"]
+
+
+def test_the_end_of_a_run_does_not_wait_for_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judges, "FIRST_PAUSE", 1e6)
+    failed = threading.Event()
+
+    def start() -> RolloutGroup:
+        failed.set()
+        return no_devices()
+
+    keeper = ReplicaKeeper("judge-0", lost_group(), start, 5, 1e6)
+    assert failed.wait(PATIENCE)
+    keeper.close()
+    assert keeper.join(PATIENCE) and keeper.failure is None
+
+
+def test_a_replica_that_starts_when_the_run_has_ended_is_shut_down() -> None:
+    begun = threading.Event()
+    ended = threading.Event()
+    late: Any = SilentGroup()
+
+    def start() -> RolloutGroup:
+        begun.set()
+        ended.wait(PATIENCE)
+        found: RolloutGroup = late
+        return found
+
+    keeper = ReplicaKeeper("judge-0", lost_group(), start, 1, 0.0)
+    assert begun.wait(PATIENCE)
+    keeper.close()
+    ended.set()
+    assert keeper.join(PATIENCE) and late.has_ended
+
+
+def test_all_replicas_have_one_deadline_to_end(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[float] = []
+
+    def join(keeper: ReplicaKeeper, seconds: float) -> bool:
+        given.append(seconds)
+        time.sleep(0.06)
+        return False
+
+    monkeypatch.setattr(ReplicaKeeper, "join", join)
+    silent: dict[str, Any] = {f"judge-{index}": SilentGroup() for index in range(3)}
+    with JudgeServer(judged_config(tmp_path, "trainer.startup_timeout=0.1")).listening() as server:
+        server.begin(silent, None)
+    assert 0.1 >= given[0] > given[1] and given[2] == 0.0
+    assert "judge-0, judge-1, judge-2 of the judge did not stop within 0.1 s" in caplog.text
+
+
+def test_a_judge_that_cannot_listen_says_where_and_how_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def never(server: JudgeServer) -> None:
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(JudgeServer, "_serve", never)
+    monkeypatch.setattr(judges, "LISTEN_SECONDS", 0.1)
+    wanted = r"does not listen on 127\.0\.0\.1 after 0\.1 s"
+    with (
+        pytest.raises(HybridFlowError, match=wanted),
+        JudgeServer(judged_config(tmp_path)).listening(),
+    ):
+        pass
+
+
 # ---- what is refused before anything is allocated
 
 
@@ -221,7 +320,10 @@ def test_requests_wait_for_a_replica_only_until_their_deadline(tmp_path: Path) -
             ),
             "does not divide the 3 processes of its pool",
         ),
-        (("reward.custom_reward_function.path=null", "reward.function=gsm8k"), "which never asks the model"),
+        (
+            ("reward.custom_reward_function.path=null", "reward.function=gsm8k"),
+            r"never asks the model: set reward\.function=auto and reward\.terms=\[\{name: judge",
+        ),
         (
             ("reward.custom_reward_function.path=null", "reward.terms=[{name: reward_model}]"),
             "has no score of its own: name judge",
@@ -255,3 +357,31 @@ def test_more_tokens_than_the_model_has_positions_are_refused(tmp_path: Path) ->
 def test_without_a_judge_its_arguments_are_missing(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="reward_router_address"):
         judged_config(tmp_path, "reward.reward_model.enable=false")
+
+
+def test_where_no_judge_is_started_it_is_served_apart(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="give the term judge its base_url") as caught:
+        refuse_model(judged_config(tmp_path).reward)
+    assert "reward_model out of" not in str(caught.value) and "hybridflow eval" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "overrides"),
+    [
+        ("reward.reward_model.model.path", ("reward.reward_model.kind=generative",)),
+        ("reward.reward_model.model.tokenizer_path", ("reward.reward_model.kind=generative",)),
+        ("critic.model.path", ("reward.reward_model.enable=false", "algorithm.adv_estimator=gae")),
+    ],
+)
+def test_a_model_that_is_not_there_is_named_with_its_key(
+    tmp_path: Path, key: str, overrides: tuple[str, ...]
+) -> None:
+    config = judged_config(
+        tmp_path,
+        "reward.custom_reward_function.path=null",
+        "reward.function=auto",
+        *overrides,
+        f"{key}=nowhere",
+    )
+    with pytest.raises(ModelError, match=f"^{key}=nowhere: "), build(config):
+        pass

@@ -17,7 +17,7 @@ from typing import Any
 
 from hybridflow.agent.single_turn import RequestBatch
 from hybridflow.config import PPOConfig
-from hybridflow.config.reward import has_judge
+from hybridflow.config.reward import JUDGE_APART, has_judge
 from hybridflow.config.show import to_yaml
 from hybridflow.config.tree import flatten, to_tree, with_values
 from hybridflow.controller import Backend, Factories, RankInfo, WorkerHost
@@ -67,9 +67,8 @@ def answer_and_score(config: PPOConfig, subject: Subject, responses: Path | None
     """Run the evaluation as `evaluation.main.evaluate` describes."""
     if has_judge(config.reward):
         raise ConfigError(
-            "reward.reward_model.kind=generative: an evaluation starts no model that is asked for verdicts. "
-            "Serve it (hybridflow serve), set reward.reward_model.enable=false and give the term judge its "
-            "base_url"
+            "reward.reward_model.kind=generative: an evaluation starts no model that is asked for verdicts: "
+            f"{JUDGE_APART}"
         )
     learned = responses is None and config.reward.reward_model.enable
     roles = ["reward_model", "rollout"] if learned else ["rollout"]

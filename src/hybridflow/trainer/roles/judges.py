@@ -15,6 +15,7 @@ import concurrent.futures
 import logging
 import math
 import threading
+import time
 from collections.abc import AsyncGenerator, Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hybridflow.config import PPOConfig
 from hybridflow.data.tokenizer import load_tokenizer
-from hybridflow.errors import ConfigError, WorkerLost
+from hybridflow.errors import ConfigError, HybridFlowError, WorkerLost
 from hybridflow.models.attention.rope import longest_generated
 from hybridflow.models.files.build import shape_of
 from hybridflow.rewards.load import JudgeAccess
@@ -35,6 +36,7 @@ from hybridflow.rollout.server.app import build_app
 from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.run import LoopServer
 from hybridflow.rollout.server.service import ServerLimits, Service
+from hybridflow.trainer.models import naming_model
 from hybridflow.workers import RolloutGroup
 
 logger = logging.getLogger(__name__)
@@ -47,6 +49,8 @@ MOST_TRIES = 3
 """Replicas that a request is sent to, one after the other: it may be what they die of."""
 LOOK_SECONDS = 0.05
 """Time between two looks for a replica that is alive."""
+FIRST_PAUSE = 5.0
+"""Seconds after the first start of a replica that failed; each further pause is twice as long."""
 
 
 @dataclass(eq=False)
@@ -61,6 +65,8 @@ class ReplicaKeeper:
     """Starts the processes of the group anew; None where they are the run's own, which ends with them."""
     restarts: int
     """How often it may still be started again."""
+    longest_pause: float
+    """Most seconds from a start that failed to the next one."""
     replicas: tuple[Replica, ...] = ()
     """The replicas that take requests now."""
     failure: str | None = None
@@ -103,7 +109,11 @@ class ReplicaKeeper:
                 return
 
     def _start_again(self, error: Exception) -> None:
-        """Start the engines again, unless that was done too often; then `failure` says what they died of."""
+        """Start the engines again, unless that was done too often; then `failure` says what they died of.
+
+        After a start that failed it pauses, each time twice as long, as what is missing may come back.
+        """
+        pause = 0.0
         while not self._closing.is_set():
             if self.restarts == 0 or (self.start is None and isinstance(error, WorkerLost)):
                 self.failure = f"{self.name} was lost: {type(error).__name__}: {error}"
@@ -114,9 +124,17 @@ class ReplicaKeeper:
             self.restarts -= 1
             if self.start is None:
                 return  # its engines are opened again, in the same processes
+            if pause:
+                logger.warning("%s of the judge is started again in %g s", self.name, pause)
+            if self._closing.wait(pause):
+                return
+            pause = min(max(FIRST_PAUSE, 2 * pause), self.longest_pause)
             try:
                 self.group.backend.shutdown()
                 self.group = self.start()
+                if self._closing.is_set():  # nobody may be left who waits for it
+                    self.group.backend.shutdown()
+                    return
             except Exception as again:  # devices that are gone, a folder that is: the next try may find them
                 error = again
                 logger.error("%s of the judge did not start: %s: %s", self.name, type(again).__name__, again)
@@ -190,7 +208,8 @@ class JudgeServer:
         learned = config.reward.reward_model
         model = learned.model
         path = str(model.tokenizer_path or model.path)
-        shape = shape_of(model)
+        with naming_model(f"{KEYS}.model.path", model.path):
+            shape = shape_of(model)
         positions = longest_generated(shape)
         longest = learned.rollout.max_model_len or positions
         if longest is None or (positions is not None and longest > positions):
@@ -198,7 +217,9 @@ class JudgeServer:
                 f"{KEYS}.rollout.max_model_len={learned.rollout.max_model_len}: {model.path} has "
                 f"{positions or 'no number of'} positions; set a number up to that"
             )
-        tokenizer = load_tokenizer(path, model.trust_remote_code)
+        chosen = "tokenizer_path" if model.tokenizer_path else "path"
+        with naming_model(f"{KEYS}.model.{chosen}", path):
+            tokenizer = load_tokenizer(path, model.trust_remote_code)
         if not tokenizer.chat_template:
             raise ConfigError(
                 f"{KEYS}.model: the tokenizer {path} has no chat template, so the judge cannot be asked: set "
@@ -218,13 +239,21 @@ class JudgeServer:
 
     @contextmanager
     def listening(self) -> Iterator[JudgeServer]:
-        """Take connections in this context; afterwards no replica is stepped any more."""
+        """Take connections in this context; afterwards no replica is stepped any more.
+
+        HybridFlowError where there is no address within LISTEN_SECONDS.
+        """
         with ExitStack() as stack:
             serving = stack.enter_context(in_own_loop(self._serve))
             begun: list[concurrent.futures.Future[Any]] = [self._address, serving]
             concurrent.futures.wait(begun, LISTEN_SECONDS, concurrent.futures.FIRST_COMPLETED)
             if serving.done():
                 serving.result()
+            if not self._address.done():
+                raise HybridFlowError(
+                    f"the judge does not listen on {HOST} after {LISTEN_SECONDS:g} s: this machine is too "
+                    "busy; start the run again when it is less so"
+                )
             stack.callback(self._close)
             yield self
 
@@ -239,7 +268,7 @@ class JudgeServer:
         """
         for name, group in groups.items():
             again = None if start is None else partial(start, name)
-            self._keepers.append(ReplicaKeeper(name, group, again, self._restarts))
+            self._keepers.append(ReplicaKeeper(name, group, again, self._restarts, self._startup_timeout))
         client = JudgeClient(self._keepers)
         service = Service(client, self._model, ServerLimits(deadline_s=self._deadline_s))
         self._app.set_result(build_app(service, token=None))  # it listens on this machine alone
@@ -264,7 +293,9 @@ class JudgeServer:
             keeper.close()
         # one that is just being started again first comes to its end, so that no process of it is left
         seconds = self._startup_timeout
-        if late := [keeper.name for keeper in self._keepers if not keeper.join(seconds)]:
+        ends = time.monotonic() + seconds
+        late = [each.name for each in self._keepers if not each.join(max(0.0, ends - time.monotonic()))]
+        if late:
             logger.warning(
                 "%s of the judge did not stop within %g s (trainer.startup_timeout)", ", ".join(late), seconds
             )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.config.layout import engine_keys
+from hybridflow.config.layout import JUDGE, ROLE_KEYS, engine_keys
 from hybridflow.config.model import OptimConfig
 from hybridflow.config.needs import (
     has_divergence,
@@ -29,7 +29,7 @@ from hybridflow.models.adapters.lora import LoraSettings
 from hybridflow.models.attention.rope import length_limit
 from hybridflow.models.files.build import Kind, shape_of
 from hybridflow.observability.progress import progress
-from hybridflow.trainer.models import end_tokens, model_arguments
+from hybridflow.trainer.models import end_tokens, model_arguments, naming_model
 from hybridflow.trainer.roles.parallel_layout import may_share_prompts, sizes
 from hybridflow.workers import (
     ActorWorker,
@@ -165,8 +165,8 @@ class RoleBuilders:
                 engine, f"distillation.distillation_loss.loss_mode={loss.loss_mode}", f"{loss.loss_mode}_topk"
             )
         others = {}
-        for name, path in config.teachers.items():
-            others[name] = self._engine("policy", "teacher", None, 0, None, path)
+        for name in config.teachers:
+            others[name] = self._engine("policy", "teacher", None, 0, None, name)
             self._check_vocabulary(others[name], f"distillation.teachers.{name}")
         limits = BatchLimits(config.log_prob_max_token_len_per_gpu or self._token_cap)
         return ReferenceWorker(
@@ -232,7 +232,8 @@ class RoleBuilders:
             max_num_batched_tokens=keys.max_num_batched_tokens,
         )
         path = str(learned.model.tokenizer_path or learned.model.path)
-        with progress.phase("loading the model of the judge"):
+        loading = progress.phase("loading the model of the judge")
+        with loading, naming_model(f"{ROLE_KEYS[JUDGE].model}.path", learned.model.path):
             return build_rollout_worker(
                 config,
                 actor_engine=None,
@@ -290,14 +291,17 @@ class RoleBuilders:
         optim: OptimConfig | None,
         updates: int,
         grad_clip: float | None,
-        path: str | None = None,
+        teacher: str | None = None,
     ) -> TrainEngine:
-        """The engine of a role, over the processes of its pool; without `optim` it only computes. `path` is
-        that of another model than the role's own.
+        """The engine of a role, over the processes of its pool; without `optim` it only computes. `teacher`
+        names one of distillation.teachers, in the place of the role's own model. A ModelError begins with the
+        key of the model.
         """
         fsdp, _, model = engine_keys(self.config, role)
-        if path is not None:
-            model = replace(model, path=path)
+        key = f"{ROLE_KEYS[role].model}.path"
+        if teacher is not None:
+            key = f"distillation.teachers.{teacher}"
+            model = replace(model, path=self.config.distillation.teachers[teacher])
         trainer = self.config.trainer
         lora = None
         if optim is not None:
@@ -310,7 +314,8 @@ class RoleBuilders:
         loaded = (kind, dict(arguments), fsdp.mixed_precision.param_dtype, layout)
         if loaded in self._probed and not model.use_liger:  # of Liger's kernels a probe chooses some
             arguments["probe"] = False
-        with progress.phase(f"loading the model of the {role.replace('_', ' ')}"):
+        loading = progress.phase(f"loading the model of the {role.replace('_', ' ')}")
+        with loading, naming_model(key, model.path):
             engine = build_engine(
                 kind,
                 arguments,

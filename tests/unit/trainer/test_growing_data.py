@@ -149,7 +149,7 @@ WRONG = {
     "no truth": (
         "return [{'prompt': 'x', 'data_source': 'given', 'reward_model': {}}]",
         1,
-        "data.datagen: Maker.generate cannot be used; the first: row 0: ValueError: the row has no ground truth",
+        "Maker.generate cannot be used; the first: row 0: ValueError: the row has no ground truth",
     ),
     "pictures": (
         "return [{'prompt': 'x', 'data_source': 'given', 'answer': 'x', 'images': ['a.png']}]",

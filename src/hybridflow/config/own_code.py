@@ -288,6 +288,22 @@ def agent_faults(name: str, found: Definition, options: Mapping[str, Any]) -> It
         yield defined_as(name, f"{called}.run", run.signature, fault, form)
 
 
+def generate_faults(
+    whose: str, found: Definition, arguments: Sequence[str] = ("self", "dataset")
+) -> Iterator[str]:
+    """Yield what is wrong with the method of a class that makes rows; a method of an object has no self."""
+    if found.kind == "missing":
+        yield f"{whose} has no generate(self, dataset), which makes rows after each step"
+    parameters = () if found.signature is None else found.signature.parameters
+    batch = {name: None for name in ("batch",) if name in parameters}
+    fault = call_fault(found.signature, arguments, batch)
+    if found.is_async:
+        fault = "it is async, and nothing awaits it"
+    if fault:
+        form = "def generate(self, dataset), or def generate(self, dataset, batch)"
+        yield defined_as(whose, "generate", found.signature, fault, form)
+
+
 def tool_faults(signature: Signature) -> Iterator[str]:
     """Yield what is wrong with a function that is a tool: its schema is made of its signature."""
     for name, argument in signature.parameters.items():
@@ -365,8 +381,7 @@ def own_code_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
     datagen = _joined(data.datagen.path, data.datagen.name)
     if datagen:
         yield from _called("data.datagen", datagen, "__init__(self, config)", ("config",))
-        if define(datagen).method("generate").kind == "missing":
-            yield f"data.datagen: {datagen} has no generate(self, dataset), which makes rows after each step"
+        yield from generate_faults(f"data.datagen: {datagen}", define(datagen).method("generate"))
     step = config.trainer.step_class
     if step:
         found = define(step)

@@ -316,7 +316,8 @@ def definition_of(found: Any) -> Definition:
         signature = None
     if not isinstance(found, type):
         kind: Kind = "function" if callable(found) else "unknown"
-        return Definition(kind, signature, inspect.iscoroutinefunction(found))
+        is_async = inspect.iscoroutinefunction(found) or inspect.isasyncgenfunction(found)
+        return Definition(kind, signature, is_async)
     methods = {}
     for name in dir(found):
         method = inspect.getattr_static(found, name)

@@ -8,15 +8,16 @@ error of the class nor a row that cannot be used ends the run.
 
 from __future__ import annotations
 
-import inspect
 import json
 import logging
 import traceback
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from hybridflow.config.data import DataConfig, DatagenConfig
+from hybridflow.config.own_code import generate_faults
+from hybridflow.config.source_code import Definition, definition_of
 from hybridflow.data.files import Row, Rows
 from hybridflow.data.loader import StatefulSampler
 from hybridflow.data.plugin import blaming, join_spec, load_function
@@ -61,10 +62,12 @@ class GrowingPrompts(PromptDataset):
         assert spec is not None, "a dataset grows where there is a path"
         self.generator = load_function(spec, key=KEY)(config.datagen)
         generate = getattr(self.generator, "generate", None)
-        if not callable(generate):
-            raise ConfigError(f"{KEY}: {spec} has no generate(dataset), which makes rows after each step")
+        found = definition_of(generate) if callable(generate) else Definition("missing")
+        for fault in generate_faults(f"{KEY}: {spec}", found, ["dataset"]):
+            raise ConfigError(fault)
         self._name = f"{KEY}: {type(self.generator).__name__}.generate"
-        self._takes_batch = "batch" in inspect.signature(generate).parameters
+        self._takes_batch = found.signature is not None and "batch" in found.signature.parameters
+        self._store: Callable[[Any], object] | None = None
         self._made = ""
         self._failures = 0
 
@@ -84,6 +87,13 @@ class GrowingPrompts(PromptDataset):
             told = "".join(traceback.format_exception(error)).strip()
             logger.warning("%s has added no rows after this step: it raised\n%s", self._name, told)
 
+    def stored_by(self, store: Callable[[Any], object]) -> None:
+        """Have every state of the generator go through `store`, that of now at once: ConfigError, which names
+        the class, where it raises CheckpointError.
+        """
+        self._store = store
+        self.state_dict()
+
     def growth(self) -> dict[str, float]:
         """Return how many prompts there are, how many of them were made, and how often making them failed."""
         return {
@@ -96,8 +106,14 @@ class GrowingPrompts(PromptDataset):
         """Return what was made, a line of JSON for each step with rows, and the generator's own state."""
         state: dict[str, Any] = {"made": self._made, "failures": self._failures}
         if isinstance(self.generator, StatefulSampler):
-            with blaming(f"{KEY}: {type(self.generator).__name__}.state_dict"):
+            whose = f"{KEY}: {type(self.generator).__name__}.state_dict"
+            with blaming(whose):
                 state["generator"] = self.generator.state_dict()
+            try:
+                if self._store is not None:
+                    self._store(state["generator"])
+            except CheckpointError as error:
+                raise ConfigError(f"{whose}: {error}") from error
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:

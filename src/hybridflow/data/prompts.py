@@ -20,7 +20,7 @@ from hybridflow.config.data import DataConfig
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.files import RaggedInts, Row, Rows, as_rows
 from hybridflow.data.media import MediaReader, no_media
-from hybridflow.data.messages import Message, check_messages, choose_column
+from hybridflow.data.messages import MEDIA, Message, check_messages, choose_column, media_keys
 from hybridflow.data.pictures import MediaError
 from hybridflow.data.processor import Expanded
 from hybridflow.data.row_report import RowReport
@@ -88,6 +88,7 @@ class PromptDataset:
         """Names in the column `agent_name`."""
         self.data_sources: set[str] = set()
         """Data sources of the rows."""
+        self._all_have_truth = True
         self._kept: list[int] = []
         self._ids = RaggedInts()
         self._with_media: set[int] = set()
@@ -164,8 +165,9 @@ class PromptDataset:
         """Add rows behind those that are there.
 
         Rows that cannot be used are left out, counted and shown by `source`; so are those that are too long
-        with `data.truncation=error`, and those with an agent or a data source that no row before has, for
-        which the run is not set up. Raises DataError where no row can be used.
+        with `data.truncation=error`, and those that the run is not set up for: with an agent or a data source
+        that no row before has, without a ground truth where all have one, with media that nothing reads.
+        Raises DataError where no row can be used.
         """
         report = RowReport(source, len(rows))
         self._encode(rows, report, first=len(self.rows))
@@ -194,14 +196,12 @@ class PromptDataset:
 
         def encode(index: int, row: Row) -> Expanded:
             complete = complete_row(dict(row), first + index, self.config)
-            for name, names in (
-                (complete.get("agent_name"), self.agent_names),
-                (complete["data_source"], self.data_sources),
-            ):
-                if first and name and str(name) not in names:
-                    raise ValueError(f"{name} is no agent, or no data source, of the rows at the start")
-                if name:
-                    names.add(str(name))
+            if first:
+                self._check_made(row, complete)
+            if agent := complete.get("agent_name"):
+                self.agent_names.add(str(agent))
+            self.data_sources.add(complete["data_source"])
+            self._all_have_truth &= complete["reward_model"].get("ground_truth") is not None
             return self._encode_row(complete)
 
         for place, encoded in report.encoded(rows, encode):
@@ -225,6 +225,31 @@ class PromptDataset:
                 self._with_media.add(index)
             self._kept.append(index)
             self._ids.append(ids)
+
+    def _check_made(self, row: Row, complete: Row) -> None:
+        """Raise ValueError for a further row that a run which was set up for the rows at the start cannot
+        use; `complete` has what the row leaves out.
+        """
+        source = complete["data_source"]
+        agent = complete.get("agent_name")
+        if source not in self.data_sources and row.get(self.config.reward_fn_key) is None:
+            raise ValueError(f"the row has no {self.config.reward_fn_key}")
+        if source not in self.data_sources:
+            raise ValueError(f"{source} is no data source of the rows at the start")
+        if agent and str(agent) not in self.agent_names:
+            raise ValueError(f"{agent} is no agent of the rows at the start")
+        if self._all_have_truth and complete["reward_model"].get("ground_truth") is None:
+            raise ValueError(
+                "the row has no ground truth (reward_model.ground_truth, or the column answer), and all rows "
+                "at the start have one"
+            )
+        unread = {*MEDIA, *media_keys(self.config)}
+        why = "the model reads text only"
+        if self.reader is not None:
+            unread -= {*media_keys(self.config)}
+            why = "data.image_key and data.video_key name other columns"
+        if filled := sorted(name for name in unread if row.get(name)):
+            raise ValueError(f"the row has {', '.join(filled)}, and {why}")
 
     def _say_overlong(self, text: str) -> None:
         if self.config.filter_overlong_prompts:

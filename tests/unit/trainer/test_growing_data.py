@@ -116,7 +116,7 @@ def test_a_checkpoint_whose_data_had_grown_wants_data_that_grow(
     again = [
         "trainer.resume_mode=resume_path",
         f"trainer.resume_from_path='{saved}'",
-        "data.datagen.path=null",
+        "data.datagen={path:null,name:null}",
     ]
     config = ppo_config(model, tmp_path / "run", *settings_of(tmp_path), *again)
     with (
@@ -138,10 +138,26 @@ WRONG = {
     "another source": (
         "return [{'prompt': 'x', 'data_source': 'new'}]",
         1,
-        "new is no agent, or no data source",
+        "new is no data source of the rows at the start",
+    ),
+    "no source": ("return [{'prompt': 'x', 'answer': 'x'}]", 1, "the row has no data_source"),
+    "an agent": (
+        "return [{'prompt': 'x', 'answer': 'x', 'data_source': 'given', 'agent_name': 'new'}]",
+        1,
+        "new is no agent of the rows at the start",
+    ),
+    "no truth": (
+        "return [{'prompt': 'x', 'data_source': 'given', 'reward_model': {}}]",
+        1,
+        "Maker.generate cannot be used; the first: row 0: ValueError: the row has no ground truth",
+    ),
+    "pictures": (
+        "return [{'prompt': 'x', 'data_source': 'given', 'answer': 'x', 'images': ['a.png']}]",
+        1,
+        "the row has images, and the model reads text only",
     ),
     "too long": (
-        "return [{'prompt': 'x ' * 99, 'data_source': 'given'}]",
+        "return [{'prompt': 'x ' * 99, 'data_source': 'given', 'answer': 'x'}]",
         0,
         "1 of 1 prompts of data.datagen",
     ),
@@ -165,6 +181,70 @@ def test_a_class_without_the_method_is_refused(model: Path, tmp_path: Path) -> N
     maker = "class Maker:\n    def __init__(self, config): pass\n"
     with pytest.raises(ConfigError, match=r"data\.datagen: .*:Maker has no generate"):
         ppo_config(model, tmp_path / "run", *settings_of(tmp_path, maker))
+
+
+def maker_of(*methods: str) -> str:
+    """The source of a class of its own base, of which its source alone does not tell what it has."""
+    body = "".join(f"    {method}\n" for method in methods)
+    return f"import abc\nclass Maker(abc.ABC):\n    def __init__(self, config): self.calls = 0\n{body}"
+
+
+def test_only_what_is_wrong_is_left_out(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = "{'prompt': 'x', 'data_source': 'given', 'answer': 'x', 'images': []}"
+    maker = maker_of(f"def generate(self, dataset): return [{row}, {{**{row}, 'answer': None}}]")
+    settings = [*settings_of(tmp_path, maker), "trainer.total_training_steps=1", "trainer.test_freq=-1"]
+    with caplog.at_level(logging.WARNING):
+        _, dataset = fit(model, tmp_path / "run", *settings)
+    assert len(dataset) == 10 and dataset.growth()["data/num_datagen_failures"] == 0
+    assert "1 of 2 rows of data.datagen: Maker.generate cannot be used; the first: row 1" in caplog.text
+
+
+def test_rows_need_no_truth_where_a_row_of_the_file_has_none(model: Path, tmp_path: Path) -> None:
+    maker = maker_of("def generate(self, dataset): return [{'prompt': 'x', 'data_source': 'given'}]")
+    settings = [*settings_of(tmp_path, maker), "trainer.total_training_steps=1", "trainer.test_freq=-1"]
+    with (tmp_path / "rows.jsonl").open("a") as file:
+        file.write('{"data_source": "given", "prompt": "count", "answer": null}\n')
+    assert len(fit(model, tmp_path / "run", *settings)[1]) == 11
+
+
+LOADED = {
+    "None": (["generate = None"], "has no generate"),
+    "async": (["async def generate(self, dataset): ..."], "it is async, and nothing awaits it"),
+    "no dataset": (["def generate(self): ..."], r"got generate\(\), wanted def generate\(self, dataset\)"),
+    "a state": (
+        [
+            "def generate(self, dataset): ...",
+            "def state_dict(self): return {'seen': {1}}",
+            "def load_state_dict(self, state): ...",
+        ],
+        "Maker.state_dict: cannot store /seen of type set",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", LOADED)
+def test_a_class_that_cannot_be_used_is_refused_once_it_is_loaded(
+    case: str, model: Path, tmp_path: Path
+) -> None:
+    methods, told = LOADED[case]
+    source = maker_of(*methods).replace("class Maker", "class Other") + "\nMaker = Other\n"
+    config = ppo_config(model, tmp_path / "run", *settings_of(tmp_path, source))
+    with pytest.raises(ConfigError, match=told.replace("Maker", "Other")), build(config):
+        pass
+
+
+def test_a_state_that_can_no_longer_be_stored_names_the_class(model: Path, tmp_path: Path) -> None:
+    maker = maker_of(
+        "def generate(self, dataset): self.calls += 1",
+        "def state_dict(self): return {'calls': self.calls, 'lock': {1} if self.calls else None}",
+        "def load_state_dict(self, state): ...",
+    )
+    with pytest.raises(
+        ConfigError, match=r"data\.datagen: Maker\.state_dict: cannot store /lock of type set"
+    ):
+        fit(model, tmp_path / "run", *settings_of(tmp_path, maker))
 
 
 def test_the_class_of_the_page_makes_rows(model: Path, tmp_path: Path) -> None:

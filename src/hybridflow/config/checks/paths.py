@@ -78,7 +78,11 @@ def _file_problems(key: str, files: str | list[str], config: PPOConfig | SFTConf
 def plugin_problem(
     key: str, place: str | None, name: str | None = None, needs_name: str = ""
 ) -> Iterator[str]:
-    """Yield one line where user code, `path.py:name` or `package.module:name`, has no file or no name."""
+    """Yield one line where user code, `path.py:name` or `package.module:name`, has no file or no name; and
+    one for a name, of the key `needs_name`, that stands alone.
+    """
+    if needs_name and name and not place:
+        yield f"{needs_name}={name} without {key}: set it"
     if not place or (":" not in place and not needs_name and name is None):
         return
     path, _, inner = place.rpartition(":") if ":" in place else (place, "", "")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from hybridflow.agent.journal import Journal, settings_of
 from hybridflow.checkpoint.layout import REFERENCE
+from hybridflow.checkpoint.state import encode_tree
 from hybridflow.config import PPOConfig
 from hybridflow.config.convert import raise_all
 from hybridflow.config.layout import ROLE_KEYS
@@ -146,6 +147,8 @@ def build(config: PPOConfig, *, patience: float = 0.0) -> Iterator[PPOTrainer]:
                 dynamic_sampling=config.algorithm.filter_groups.enable,
                 demonstrations=shows_data(config, find_estimator(config.algorithm).needs),
             )
+        if data.train_loader is not None and isinstance(data.train_loader.dataset, GrowingPrompts):
+            data.train_loader.dataset.stored_by(encode_tree)
         _refuse_idle_sources(config, data)
         journal = Journal.of_run(config)
         if journal is not None:

@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 from tiny_trainer import build, metrics_of, ppo_config
 
+from hybridflow.config import PPOConfig
+from hybridflow.config.checks.notes import ppo_notes
+from hybridflow.config.data import DataConfig, DatagenConfig
+from hybridflow.config.trainer import TrainerConfig
 from hybridflow.data.growing import GrowingPrompts
 from hybridflow.errors import CheckpointError, ConfigError
 
@@ -264,3 +268,12 @@ def test_the_class_of_the_page_makes_rows(model: Path, tmp_path: Path) -> None:
         "data/num_datagen_failures": 0.0,
     }
     assert dataset[66].row["raw_prompt"][0]["content"].endswith(" + 1 = ?") and dataset[66].index == 66
+
+
+def test_a_run_of_one_epoch_is_told_that_nothing_joins_it() -> None:
+    for epochs, told in ((1, True), (2, False)):
+        config = PPOConfig(
+            data=DataConfig(datagen=DatagenConfig(path="grow.py", name="Maker")),
+            trainer=TrainerConfig(total_epochs=epochs),
+        )
+        assert any("join the next epoch" in line for line in ppo_notes(config, set())) == told

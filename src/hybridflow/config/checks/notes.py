@@ -35,6 +35,9 @@ def ppo_notes(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     yield from _kl_and_reference(config)
     yield from _features(config)
     yield from _roles(config, given)
+    trainer = config.trainer
+    if config.data.datagen.path and trainer.total_epochs == 1 and trainer.total_training_steps is None:
+        yield "data.datagen: rows that it makes join the next epoch, and trainer.total_epochs=1 has none"
     if not has_validation(config):
         frequency = config.trainer.test_freq
         if frequency > 0:

@@ -53,11 +53,11 @@ def test_rows_of_a_prompt_go_to_one_rank_where_they_share_it_and_ranks_stay_even
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     with caplog.at_level(logging.INFO):
-        apart = sharing(f"{ACTOR}.use_prefix_grouper=false")
-        assert [dealt_by(apart, parts) for parts in (1, 8)] == [[], []] and not caplog.messages
-        for shared in (sharing(), sharing(f"{ACTOR}.use_prefix_grouper=true")):
-            assert [dealt_by(shared, parts) for parts in (1, 2, 3)] == [["group_ids"]] * 3
-        assert dealt_by(sharing(), 8) == [] and not caplog.messages, "nobody has asked for it"
+        for keys in ((), (f"{ACTOR}.use_prefix_grouper=false",)):
+            undealt = sharing(*keys).actor_rollout_ref.actor
+            assert [dealt_by(undealt, parts) for parts in (1, 8)] == [[], []] and not caplog.messages
+        shared = sharing(f"{ACTOR}.use_prefix_grouper=true").actor_rollout_ref.actor
+        assert [dealt_by(shared, parts) for parts in (1, 2, 3)] == [["group_ids"]] * 3 and not caplog.messages
         assert dealt_by(shared, 8) == [] and "ppo_mini_batch_size to a multiple of 8" in caplog.text
 
 

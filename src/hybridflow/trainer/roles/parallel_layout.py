@@ -6,6 +6,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from hybridflow.config import PPOConfig
+from hybridflow.config.actor_rollout_ref import ActorConfig
 from hybridflow.config.layout import JUDGE, engine_keys
 from hybridflow.config.needs import has_own_reference
 from hybridflow.controller import MeshInfo, Placement
@@ -63,18 +64,16 @@ def may_share_prompts(config: PPOConfig) -> bool:
     )
 
 
-def dealt_by(config: PPOConfig, parts: int) -> list[str]:
+def dealt_by(actor: ActorConfig, parts: int) -> list[str]:
     """Return the columns by which rows are sharded over `parts` ranks.
 
-    With shared prompts rows are sharded by group, since only rows of one rank can share a prompt.
+    Where a user asks for shared prompts, rows are sharded by group, since only rows of one rank can share a
+    prompt; where the run shares them by itself, those that meet on a rank do.
     """
-    if not may_share_prompts(config):
+    if not actor.use_prefix_grouper:
         return []
-    actor = config.actor_rollout_ref.actor
     if even_in_groups(actor.ppo_mini_batch_size, parts):
         return ["group_ids"]
-    if actor.use_prefix_grouper is None:
-        return []
     logger.info(
         "actor.use_prefix_grouper: the %d prompts of a mini-batch are not dealt whole to %d ranks, which "
         "would be uneven, so fewer rows "

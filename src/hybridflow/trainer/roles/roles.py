@@ -132,7 +132,7 @@ def columns_also_read(
     """Return, by role and method, the columns that it reads in this run beside those that it declares."""
     replay = config.actor_rollout_ref.actor.router_replay.mode
     recorded = [ROUTES] * (replay == "R3")
-    dealt = dealt_by(config, backend.mesh("actor").num_parts)
+    dealt = dealt_by(config.actor_rollout_ref.actor, backend.mesh("actor").num_parts)
     return {
         "actor": {
             ActorWorker.log_probs: [*dealt, *recorded],

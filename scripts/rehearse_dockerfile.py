@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
 
-HOME = "/opt/python"
+HOME = "/environment"
 """Where the environment that stands for the image's Python is, in a stage."""
 SHOWN = 3
 """Last lines of a step that the record has."""
@@ -38,9 +38,8 @@ its Python in the place of the base image.
 
 @dataclass
 class Stage:
-    """One stage: its layer, and what ENV, ARG, USER and WORKDIR have set."""
+    """One stage: its root, and what ENV, ARG, USER and WORKDIR have set."""
 
-    layer: Path
     root: Path
     variables: dict[str, str]
     user: str = "0"
@@ -86,7 +85,7 @@ def open_stage(work: Path, python: str) -> Stage:
     variables = {
         name: value for name, value in os.environ.items() if name.startswith(("PIP_", "LANG", "SSL_"))
     }
-    stage = Stage(parts["upper"], parts["root"], variables)
+    stage = Stage(parts["root"], variables)
     made = stage.run([python, "-m", "venv", HOME])
     assert made.returncode == 0, made.stdout
     return stage

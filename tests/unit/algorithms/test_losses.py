@@ -56,6 +56,25 @@ def test_a_trajectory_of_two_rows_is_one_sequence(mode: str, expected: float) ->
     assert float(aggregate(TOKENS, mask, mode, scale, 8.0)) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize(
+    ("mode", "expected"),
+    [
+        ("token-sum", 4 + 0.5 * 6 + 3 * 5),
+        ("token-mean", (4 + 0.5 * 6 + 3 * 5) / (2 + 0.5 + 3)),
+        ("seq-mean-token-sum", (4 + 0.5 * 6 + 3 * 5) / (1 + 0.5 + 3)),
+        ("seq-mean-token-mean", (2 + 0.5 * 6 + 3 * 5) / (1 + 0.5 + 3)),
+        ("seq-mean-token-sum-norm", (4 + 0.5 * 6 + 3 * 5) / ((1 + 0.5 + 3) * 8)),
+    ],
+)
+def test_rows_with_weights_make_a_weighted_mean(mode: str, expected: float) -> None:
+    """The values of the rows are 1 and 3, 6, and 5; a weight stands in the sum and in the count."""
+    mask = MASK.clone()
+    mask[2, 1] = True
+    weights = torch.tensor([1.0, 0.5, 3.0], dtype=torch.float64)
+    scale = replace(LossScale.count(mask, row_weights=weights), row_weights=weights)
+    assert float(aggregate(TOKENS.double(), mask, mode, scale, 8.0)) == pytest.approx(expected, rel=1e-15)
+
+
 def test_a_pair_of_trajectories_of_several_rows_is_one_pair() -> None:
     """The better one has two rows: the loss and the gradient are those of one row with the tokens of both."""
     moved = torch.tensor([[0.3, 0.2], [0.4, 0.0], [-0.1, 0.5]], dtype=torch.float64)

@@ -106,7 +106,7 @@ def first_rows(config: PPOConfig, count: int) -> list[Row]:
     else:
         rows = load_rows(as_list(data.train_files), data.cache_dir)
         require_prompts(rows, data)
-        rows.refuse_media("no key names it", read=media_keys(data))
+        rows.refuse_media("no key names it", named=media_keys(data), read=True)
     found = _usable(rows, count, data)
     if isinstance(found[0]["raw_prompt"], str):
         logger.warning(PLAIN_PROMPTS, rows.source, "go to the model")

@@ -120,7 +120,8 @@ def check_data(config: PPOConfig | SFTConfig) -> list[SplitFacts]:
             require_conversations(whole, data)
         without_truth = {}
         for look in looks:
-            look.rows.refuse_media(*_unread_media(config))
+            why, read = _unread_media(config)
+            look.rows.refuse_media(why, named=media_keys(config.data), read=read)
             _check_first_rows(look.rows, data)
             if isinstance(data, DataConfig) and not _has_truth(look.rows, data):
                 without_truth[look.rows.source] = _sources(look.rows[:FIRST_ROWS], data)
@@ -131,8 +132,8 @@ def check_data(config: PPOConfig | SFTConfig) -> list[SplitFacts]:
     return found
 
 
-def _unread_media(config: PPOConfig | SFTConfig) -> tuple[str, tuple[str, ...]]:
-    """Return what leaves pictures and videos out, and the columns of them that are read all the same.
+def _unread_media(config: PPOConfig | SFTConfig) -> tuple[str, bool]:
+    """Return what leaves pictures and videos out, and whether those in columns that keys name are read.
 
     A hub's model, or one whose folder cannot be read, may read them: the datasets know.
     """
@@ -145,10 +146,10 @@ def _unread_media(config: PPOConfig | SFTConfig) -> tuple[str, tuple[str, ...]]:
     except (OSError, ValueError):
         shape = {"vision_config": {}}
     if isinstance(shape, dict) and "vision_config" not in shape:
-        return f"the model {path} reads text only", ()
+        return f"the model {path} reads text only", False
     if isinstance(config.data, PreferenceDataConfig):
-        return "answers are compared by their text alone", ()
-    return "no key names it", media_keys(config.data)
+        return "answers are compared by their text alone", False
+    return "no key names it", True
 
 
 def _look(address: str, data: DataConfig | SFTDataConfig) -> _Look | None:

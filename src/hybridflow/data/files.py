@@ -113,12 +113,13 @@ class Rows(Sequence[Row]):
                 parts.append([part[place] for place in local])
         return Rows(parts, self.source)
 
-    def refuse_media(self, why: str, read: Sequence[str] = ()) -> None:
+    def refuse_media(self, why: str, *, named: Sequence[str] = (), read: bool = False) -> None:
         """Raise DataError where a row has images or videos that nothing reads: they would be left out without
-        a word. `read` are the columns that are read, and `why` says what leaves the others out.
+        a word. `named` are the columns that keys name for them, which are read where `read` says so; `why`
+        says what leaves the others out.
         """
-        for column in MEDIA:
-            if column in self.columns and column not in read:
+        for column in dict.fromkeys((*MEDIA, *named)):
+            if column in self.columns and not (read and column in named):
                 row = self._first_filled(column)
                 if row is not None:
                     raise DataError(media_message(self.source, column, row, why))

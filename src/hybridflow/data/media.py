@@ -72,9 +72,11 @@ class MediaReader:
                 rows.require(key, hint=f"set data.{name} to the column of the pictures or videos")
         reader = cls.of_model(tokenizer, config)
         if reader is None:
-            rows.refuse_media(f"the model beside the tokenizer {tokenizer.name_or_path} reads text only")
+            why = f"the model beside the tokenizer {tokenizer.name_or_path} reads text only"
+            rows.refuse_media(why, named=media_keys(config))
             return None
-        rows.refuse_media("data.image_key and data.video_key name other columns", read=media_keys(config))
+        why = "data.image_key and data.video_key name other columns"
+        rows.refuse_media(why, named=media_keys(config), read=True)
         return reader
 
     def in_parts(

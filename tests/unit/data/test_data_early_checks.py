@@ -150,14 +150,16 @@ def test_a_single_row_without_ground_truth_passes(tmp_path: Path) -> None:
     check(ppo(write(tmp_path / "a.jsonl", [NULL_TRUTH, ROW])))
 
 
-def test_pictures_for_a_model_of_text_are_refused_at_once(tmp_path: Path) -> None:
-    config = ppo(write(tmp_path / "a.jsonl", [{**ROW, "images": ["a.png"]}] * 2))
-    config = with_values(config, {"actor_rollout_ref.model.path": str(tmp_path)})
+@pytest.mark.parametrize("column", ["images", "photos"])
+def test_pictures_for_a_model_of_text_are_refused_at_once(tmp_path: Path, column: str) -> None:
+    config = ppo(write(tmp_path / "a.jsonl", [{**ROW, column: ["a.png"]}] * 2))
+    keys = {"actor_rollout_ref.model.path": str(tmp_path), "data.image_key": column}
+    config = with_values(config, keys)
     check(config)  # nothing is known of the model
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl", "vision_config": {}}')
     check(config)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(DataError, match=r"column images, filled in row 0, and the model .* reads text only"):
+    with pytest.raises(DataError, match=rf"column {column}, filled in row 0, and the model .* reads text only"):
         check(config)
 
 

@@ -372,11 +372,11 @@ def test_json_that_python_does_not_take_names_its_row(
 
 
 @pytest.mark.parametrize("suffix", [".parquet", ".jsonl"])
-@pytest.mark.parametrize("column", ["images", "videos"])
+@pytest.mark.parametrize("column", ["images", "videos", "photos"])
 def test_rows_with_images_that_nothing_reads_are_refused(tmp_path: Path, suffix: str, column: str) -> None:
     rows = [{"prompt": "a", column: []}, {"prompt": "b", column: None}, {"prompt": "c", column: ["c.png"]}]
     load_rows(write(tmp_path / f"a{suffix}", [*rows[:2], {"prompt": "d", column: []}])).refuse_media("x")
     filled = load_rows(write(tmp_path / f"b{suffix}", rows))
     with pytest.raises(DataError, match=rf"has a column {column}, filled in row 2, and nobody looks: use a"):
-        filled.refuse_media("nobody looks")
-    filled.refuse_media("nobody looks", read=[column])
+        filled.refuse_media("nobody looks", named=["photos"])
+    filled.refuse_media("nobody looks", named=[column], read=True)

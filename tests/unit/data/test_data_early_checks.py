@@ -159,7 +159,9 @@ def test_pictures_for_a_model_of_text_are_refused_at_once(tmp_path: Path, column
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_vl", "vision_config": {}}')
     check(config)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    with pytest.raises(DataError, match=rf"column {column}, filled in row 0, and the model .* reads text only"):
+    with pytest.raises(
+        DataError, match=rf"column {column}, filled in row 0, and the model .* reads text only"
+    ):
         check(config)
 
 

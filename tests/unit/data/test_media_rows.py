@@ -134,7 +134,9 @@ def test_keys_and_models_that_do_not_fit_are_refused(
         dataset([good], tokenizer, image_key=None)
     with pytest.raises(DataError, match=r"filled in row 0, and the model beside the tokenizer .* text only"):
         dataset([good], characters)
-    with pytest.raises(DataError, match=r"column photos, filled in row 0, and the model beside the tokenizer"):
+    with pytest.raises(
+        DataError, match=r"column photos, filled in row 0, and the model beside the tokenizer"
+    ):
         dataset([{**row("?"), "photos": [png(RED)]}], characters, image_key="photos")
     inside = row([{"type": "image", "image": png(RED)}])
     with pytest.raises(DataError, match="part of type 'image', and the model reads text only"):

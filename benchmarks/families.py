@@ -20,7 +20,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "unit" / "models")]
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
-from families import (  # noqa: E402
+from tiny_families import (  # noqa: E402
     FAMILIES,
     REFUSED,
     SPREADS,

@@ -1,4 +1,4 @@
-"""A class name stands once in the whole source, the name of a test file once in all tests."""
+"""A class name stands once in the whole source, that of a file once in tests, benchmarks and scripts."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ def test_a_class_name_stands_once() -> None:
     assert not more, f"names of more than one class: {more}; name the thing that each of them is"
 
 
-def test_a_test_file_has_a_name_of_its_own() -> None:
-    # pytest imports a test file by its bare name: a second file of that name ends whatever run collects both,
-    # and which runs do depends on how tests are dealt out
+def test_a_file_of_tests_or_benchmarks_has_a_name_of_its_own() -> None:
+    # all are imported by their bare names: of two with one name, which one is found depends on what ran before
     places: dict[str, list[str]] = defaultdict(list)
-    for path in sorted((ROOT / "tests").rglob("*.py")):
-        if path.name not in ("conftest.py", "__init__.py"):
-            places[path.name].append(str(path.relative_to(ROOT)))
+    for folder in ("tests", "benchmarks", "scripts"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            if path.name not in ("conftest.py", "__init__.py"):
+                places[path.name].append(str(path.relative_to(ROOT)))
     more = {name: paths for name, paths in places.items() if len(paths) > 1}
     assert not more, f"file names that stand more than once: {more}"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from families import (
+from tiny_families import (
     FAMILIES,
     REFUSED,
     SPREADS,

@@ -20,6 +20,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "unit" / "models")]
 
 import torch  # noqa: E402
 import transformers  # noqa: E402
+from side_by_side import machine  # noqa: E402
 from tiny_families import (  # noqa: E402
     FAMILIES,
     REFUSED,
@@ -38,7 +39,6 @@ from tiny_families import (  # noqa: E402
     shared_apart,
     spread,
 )
-from side_by_side import machine  # noqa: E402
 
 from ranks import Ranks  # noqa: E402
 

@@ -22,7 +22,7 @@ def test_a_class_name_stands_once() -> None:
 
 
 def test_a_file_of_tests_or_benchmarks_has_a_name_of_its_own() -> None:
-    # all are imported by their bare names: of two with one name, which one is found depends on what ran before
+    # all are imported by their bare names: of two with one name, what ran before decides which is found
     places: dict[str, list[str]] = defaultdict(list)
     for folder in ("tests", "benchmarks", "scripts"):
         for path in sorted((ROOT / folder).rglob("*.py")):

@@ -36,6 +36,7 @@ from hybridflow.models.adapters.lora import (
     base_name,
     has_adapters,
     plain_state,
+    quantized_layers,
 )
 from hybridflow.models.files.progress import without_progress_bars
 from hybridflow.models.policy import PolicyModel
@@ -86,7 +87,8 @@ def save_config(policy: Exported, folder: Path) -> None:
     """
     _write_config(policy, folder, policy.source_dtype)
     if has_adapters(policy) and isinstance(policy, PolicyModel):
-        write_adapter_config(folder / ADAPTER_FOLDER, adapter_config(policy))
+        held = "nf4" if quantized_layers(policy) else None
+        write_adapter_config(folder / ADAPTER_FOLDER, adapter_config(policy), held)
 
 
 def save_adapter(policy: PolicyModel, folder: Path) -> None:

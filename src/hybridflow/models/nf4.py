@@ -52,7 +52,7 @@ def quantize(weight: Tensor, name: str = "a weight") -> tuple[Tensor, Tensor]:
 
 
 def dequantize(codes: Tensor, scales: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Return the weight of `shape` that codes and scales stand for: level · scale in float32, then `dtype`."""
+    """Return the weight of `shape` that codes and scales mean: level · scale in float32, then in `dtype`."""
     values = _pairs(codes.device).index_select(0, codes.int()).view(torch.float32)
     values.view(-1, NF4_BLOCK).mul_(scales[:, None])
     return values[: math.prod(shape)].view(*shape).to(dtype)

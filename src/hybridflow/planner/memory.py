@@ -30,7 +30,7 @@ RING_COPIES = 4
 NF4_BYTES = 1 / 2 + 4 / NF4_BLOCK
 """Bytes of a number of a weight in 4 bits: its code, and its part of a float32 scale."""
 DEQUANTIZING_BYTES = 6
-"""Bytes of a number of the one such weight that is computed with: its level, and its index or a rounded one."""
+"""Bytes of a number of the one such weight that is dequantized: its level, and its index or a rounded one."""
 QUANTIZED_BYTES = {"int8": 1, "fp8": 1, "float16": 2}
 """Bytes of a number by `rollout.quantization` of the native engine."""
 

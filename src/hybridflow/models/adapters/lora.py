@@ -324,7 +324,7 @@ class PlainEntry:
     """An entry of the state of the plain model that computes what the model with adapters does."""
 
     tensor: Tensor
-    """The base's tensor, whose shape and dtype the folded one has; of a quantized weight on the meta device."""
+    """The base's tensor, whose shape and dtype the folded one has; of a quantized weight without memory."""
     layer: Any = None
     """peft's layer around it, or None where nothing is folded into the tensor."""
     quantized: NF4Linear | None = None

@@ -4,7 +4,7 @@ update and of generation.
     python benchmarks/nf4.py --model FOLDER [--rounds 3]
 
 Each side is a process of its own on one thread, asked in turn. An update is an optimizer step over two rows
-of 256 tokens, half prompt and half response, with gradient checkpointing; generation is 16 tokens for each of
+of 128 tokens, half prompt and half response, with gradient checkpointing; generation is 16 tokens for each of
 eight rows. Seconds are those of the CPU. Writes `benchmarks/results/nf4.json` and `.md`.
 """
 
@@ -20,7 +20,7 @@ from typing import Any
 import side_by_side as kit
 
 SIDES = ("float32", "nf4")
-LENGTH = 256
+LENGTH = 128
 ROWS = 8
 TOKENS = 16
 TEXT = """\
@@ -109,7 +109,7 @@ def main() -> None:
         found: dict[str, Any] = {side: dict(one.first) for side, one in sides.items()}
         for what in ("update", "generation"):
             ways = {side: lambda one=one, what=what: one.ask(what)["seconds"] for side, one in sides.items()}
-            for side, seconds in kit.in_turn(ways, options.rounds, 1).items():
+            for side, seconds in kit.in_turn(ways, options.rounds, 1 if options.rounds > 1 else 0).items():
                 found[side][what] = seconds
             print(what, {side: statistics.median(one[what]) for side, one in found.items()}, file=sys.stderr)
     result = {

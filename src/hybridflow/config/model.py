@@ -187,6 +187,7 @@ class ModelConfig:
         "nf4: hold the frozen weights of linear layers in 4 bits (QLoRA), on one process; null: as they are.",
         needs(".lora_rank>0 or .lora_adapter_path", "the weights that train are not quantized"),
         excludes(".use_liger", "its kernels are not tried with layers in 4 bits"),
+        excludes(".dtype=float64", "levels and scales are float32"),
     )
 
 

@@ -8,7 +8,7 @@ import logging
 from pathlib import Path
 
 import pytest
-from tiny_trainer import actor_module, build, metrics_of, ppo_config, sft_config
+from tiny_trainer import actor_module, build, metrics_of, ppo_config, sft_config, tiny_model
 from transformers import AutoModelForCausalLM
 
 from hybridflow.checkpoint.manifest import read_manifest
@@ -103,29 +103,7 @@ def test_supervised_fine_tuning_learns(model: Path, tmp_path: Path) -> None:
     assert len(losses) == 12 and max(losses[-3:]) < losses[0] - 0.1, losses
 
 
-@pytest.mark.parametrize(
-    ("keys", "message"),
-    [
-        ((f"{MODEL}.lora_rank=0",), "needs actor_rollout_ref.model.lora_rank>0"),
-        (("trainer.n_gpus_per_node=2",), "with 2 processes: weights in 4 bits are held whole by one"),
-        (
-            ("actor_rollout_ref.rollout.quantization=int8",),
-            "leave actor_rollout_ref.rollout.quantization out",
-        ),
-        (("actor_rollout_ref.rollout.name=hf",), "set actor_rollout_ref.rollout.name=native"),
-        (
-            (
-                "trainer.resource_pools={train: [1], gen: [1]}",
-                "trainer.placement={rollout: gen}",
-            ),
-            "trainer.placement.rollout is another pool than the actor's",
-        ),
-        (("actor_rollout_ref.actor.fsdp_config.use_torch_compile=true",), "its products are not compiled"),
-        (("actor_rollout_ref.model.use_liger=true",), "not tried with layers in 4 bits"),
-        ((f"{MODEL}.quantization=fp4",), "wanted one of 'nf4' or null"),
-    ],
-)
-def test_what_is_refused(model: Path, tmp_path: Path, keys: tuple[str, ...], message: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        ppo_config(model, tmp_path / "run", *NF4, *GRPO, *keys)
-    assert message in str(refused.value)
+def test_experts_are_refused_by_their_folder(tmp_path: Path) -> None:
+    sparse = tiny_model(tmp_path / "sparse", experts=4)
+    with pytest.raises(ConfigError, match="has 4 experts, and only dense models of text are held in 4 bits"):
+        ppo_config(sparse, tmp_path / "run", *NF4, *GRPO)

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import NormalDist
+from typing import Literal
 
 import pytest
 import torch
@@ -36,7 +37,8 @@ from hybridflow.models.adapters.lora import (
 )
 from hybridflow.models.exact_mode import ExactMode, join_sums
 from hybridflow.models.files import sharded_load
-from hybridflow.models.files.build import build_policy
+from hybridflow.models.files.build import build_policy, load_saved
+from hybridflow.models.files.build_score import build_score
 from hybridflow.models.files.export import save_hf
 from hybridflow.models.files.size import size_of
 from hybridflow.models.nf4 import LEVELS, NF4Linear, dequantize, quantize
@@ -332,3 +334,23 @@ def test_families_start_as_their_dequantized_base(kind: str) -> None:
         other = PolicyModel(tiny_hf(kind))
         other.load_state_dict(dequantized_state(policy))
         assert other(rows).log_probs.equal(before)
+
+
+@pytest.mark.parametrize("kind", ["value", "score"])
+def test_critics_and_reward_models(kind: Literal["value", "score"], folder: Path, tmp_path: Path) -> None:
+    """Read weight by weight they are those that are read whole; a reward model is written as it computes."""
+    model = {"path": str(folder), "device": "cpu", "dtype": "float32", "probe": False}
+    engine = build_engine(kind, model, name="learner", optim=OptimConfig(), lora=LORA)
+    assert isinstance(engine, FSDPEngine)
+    whole = build_score(kind, folder, device="cpu", dtype="float32", probe=False)
+    add_lora(whole, LORA)
+    ours = dict([*engine.module.named_parameters(), *engine.module.named_buffers()])
+    theirs = dict([*whole.named_parameters(), *whole.named_buffers()])
+    assert ours.keys() == theirs.keys() and len(quantized_layers(engine.module)) == 14
+    assert all(ours[name].equal(theirs[name]) for name in ours)
+    assert saved_names(engine.module) == {name for name, each in ours.items() if each.requires_grad}
+    if kind == "score":
+        engine.export_hf(tmp_path / "out")
+        read = load_saved(tmp_path / "out").state_dict()
+        for name, layer in quantized_layers(engine.module).items():
+            assert read[name.replace("backbone", "model")].equal(layer.weight), name

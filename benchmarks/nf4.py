@@ -25,14 +25,13 @@ ROWS = 8
 TOKENS = 16
 TEXT = """\
 LoRA of rank 16 on all linear layers, computed in float32; the base has {parameters:,} parameters in linear
-layers, and embeddings, head and norms stay as they are on both sides. Medians of {rounds} rounds (smallest to
+layers, and embeddings, head and norms stay as they are on both sides. Rounds: {rounds}; medians (smallest to
 largest), one thread; other processes shared the machine. One run.
 
 {table}
 
-In 4 bits a weight takes {each:.4f} bytes, {share:.3f} of bfloat16. The peak is what reading the model adds to
-the resident memory of a process at most, in which files that are mapped into memory count."""
-HEAD = ("side", "parameters and buffers, MiB", "peak of reading, MiB", "update, CPU s", "generation, CPU s")
+In 4 bits a weight takes {each:.4f} bytes, {share:.3f} of bfloat16."""
+HEAD = ("side", "parameters and buffers, MiB", "update, CPU s", "generation, CPU s")
 
 
 def measure(model: str, side: str) -> None:
@@ -53,12 +52,9 @@ def measure(model: str, side: str) -> None:
     torch.set_num_threads(1)
     lora = LoraSettings(16, 32, quantization=None if side == "float32" else side)
     settings = {"path": model, "device": "cpu", "dtype": "float32", "gradient_checkpointing": True}
-    kit.forget_peak()
-    before = kit.memory()["now"]
     engine = build_engine(
         "policy", {**settings, "probe": False}, name="actor", optim=OptimConfig(), grad_clip=1.0, lora=lora
     )
-    peak = kit.memory()["peak"] - before
     module = engine.policy
     layers = quantized_layers(module).values()
     held = sum(each.nbytes for each in (*module.parameters(), *module.buffers()))
@@ -85,7 +81,7 @@ def measure(model: str, side: str) -> None:
     work: dict[str, Callable[[], None]] = {"update": update, "generation": generate}
     quantized = sum(layer.in_features * layer.out_features for layer in layers)
     bits = sum(layer.codes.nbytes + layer.scales.nbytes for layer in layers)
-    kit.say({"held": held / 2**20, "peak": peak, "quantized": quantized, "bits": bits})
+    kit.say({"held": held / 2**20, "quantized": quantized, "bits": bits})
     while True:
         asked = kit.next_question()
         start = time.process_time()
@@ -125,16 +121,11 @@ def page_of(result: dict[str, Any]) -> str:
     rows = []
     whole = result["sides"]["float32"]
     for side, one in result["sides"].items():
-        cells = [
-            f"{one['held']:.0f}",
-            f"{one['peak']:.0f}",
-            *(kit.spread(one[w]) for w in ("update", "generation")),
-        ]
+        cells = [f"{one['held']:.0f}", *(kit.spread(one[what]) for what in ("update", "generation"))]
         if side != "float32":
             cells[0] += f" ({one['held'] / whole['held']:.2f} ×)"
-            cells[1] += f" ({one['peak'] / whole['peak']:.2f} ×)"
-            cells[2] += f", {kit.ratio(one['update'], whole['update'])}"
-            cells[3] += f", {kit.ratio(one['generation'], whole['generation'])}"
+            cells[1] += f", {kit.ratio(one['update'], whole['update'])}"
+            cells[2] += f", {kit.ratio(one['generation'], whole['generation'])}"
         rows.append([side, *cells])
     bits = result["sides"]["nf4"]
     each = bits["bits"] / bits["quantized"]

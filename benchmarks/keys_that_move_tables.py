@@ -217,6 +217,7 @@ SHARED: Mapping[str, list[Trial]] = {
     "model.lora_dropout": [Trial((0.5,), ADAPTERS)],
     "model.target_modules": [Trial((["q_proj"],), ADAPTERS)],
     "model.exclude_modules": [Trial((["q_proj"],), ADAPTERS)],
+    "model.quantization": [Trial(("nf4",), ADAPTERS)],
     "grad_clip": [Trial((1e-3,)), Trial((None,), {".grad_clip": 1e-3}, alone=False)],
 }
 """Trials of keys by the end of their path, which blocks share."""

@@ -151,7 +151,7 @@ def _subject(options: argparse.Namespace, stack: ExitStack) -> tuple[Any, list[s
         recipe = str(checkpoint.parent / "config.yaml")
     config = checkpoint / ACTOR / HF_FOLDER
     words = [f"{key}='{config}'" for key in (f"{model}.path", f"{model}.tokenizer_path", "data.tokenizer")]
-    words += [f"{model}.lora_rank=0", f"{model}.lora_adapter_path=null"]
+    words += [f"{model}.{name}" for name in ("lora_rank=0", "lora_adapter_path=null", "quantization=null")]
     weights = partial(merged, checkpoint, stack)
     return (
         Subject(str(checkpoint.resolve()), state_of(checkpoint), step_of(checkpoint) or 0, weights),

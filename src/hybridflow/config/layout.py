@@ -142,6 +142,7 @@ class RoleLayout:
                 f"{here}tensor_parallel_size={tensor} with lora_rank={self.model.lora_rank}: adapters are "
                 "not split; leave one out"
             )
+        yield from quantized_problems(self.block, self.model, self.processes, self.fsdp)
         if self.fsdp.use_torch_compile and self.model.lora_dropout:
             yield (
                 f"{here}use_torch_compile=true with lora_dropout={self.model.lora_dropout}: what is dropped "
@@ -167,6 +168,18 @@ class RoleLayout:
                 f"{here}expert_parallel_size={experts} does not divide the {sharing} ranks that share the "
                 "parameters: set a divisor"
             )
+
+
+def quantized_problems(block: str, model: ModelConfig, processes: int, fsdp: FSDPConfig) -> Iterator[str]:
+    """Yield one line where a role's layout cannot hold its base in 4 bits."""
+    held = f"quantization={model.quantization} of the model of {block}"
+    if model.quantization and processes > 1:
+        yield (
+            f"{held} with {processes} processes: weights in 4 bits are held whole by one. Set quantization="
+            "null, or one device (trainer.n_gpus_per_node=1 trainer.nnodes=1, or a pool of [1])"
+        )
+    if model.quantization and fsdp.use_torch_compile:
+        yield f"{held} with use_torch_compile=true: its products are not compiled; leave one out"
 
 
 def pool_sizes(trainer: TrainerConfig, role: str) -> list[int]:

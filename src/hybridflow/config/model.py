@@ -11,6 +11,8 @@ from hybridflow.config.schema import at_most, excludes, group, key, needs, read_
 
 SCALE_BLOCK = 256
 """Numbers of a moment that share a scale in optimizer=AdamW8bit."""
+NF4_BLOCK = 64
+"""Numbers of a weight that share a scale in quantization=nf4."""
 VOCABULARY_FILES = (
     "tokenizer.json",
     "tokenizer.model",
@@ -179,6 +181,13 @@ class ModelConfig:
     lora_adapter_path: str | None = key(
         None,
         "Folder of a trained adapter to go on from, which sets rank and target layers; null: new adapters.",
+    )
+    quantization: Literal["nf4"] | None = key(
+        None,
+        "nf4: hold the frozen weights of linear layers in 4 bits (QLoRA), on one process; null: as they are.",
+        needs(".lora_rank>0 or .lora_adapter_path", "the weights that train are not quantized"),
+        excludes(".use_liger", "its kernels are not tried with layers in 4 bits"),
+        excludes(".dtype=float64", "levels and scales are float32"),
     )
 
 

@@ -1,13 +1,14 @@
 """Build a training engine from a model's keys: with the whole model on one rank, with its shards on several.
 
 one rank        files ─► whole model ─► adapters ─► engine
+one, in 4 bits  meta device ─► adapters ─► memory ─► files, each weight quantized as it is read ─► engine
 several ranks   meta device ─► stages ─► tensor parallel ─► adapters ─► expert parallel ─► shards ─► memory
                 ─► own slices of the files ─► engine
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -80,7 +81,10 @@ def build_engine(
     if fsdp.mixed_precision.param_dtype != "auto":
         dtype = fsdp.mixed_precision.param_dtype
     mesh: EngineMesh | None = None
+    quantized = lora is not None and lora.quantization is not None
     if layout.world_size > 1:
+        if quantized:
+            raise ModelError(f"{name}: model.quantization=nf4 is for a model on one rank: set it to null")
         mesh = engine_mesh(layout, device.type)
     updates = {
         "name": name,
@@ -99,9 +103,12 @@ def build_engine(
     blocks: list[nn.Module] = []
     stage: Stage | None = None
     if mesh is None:
-        module = _BUILDERS[kind](device=device, dtype=dtype, **settings)
+        if quantized:
+            module = _quantized_module(kind, resolve_dtype(dtype, device), device, settings, lora)
+        else:
+            module = _BUILDERS[kind](device=device, dtype=dtype, **settings)
         settle_tower(module.vision, module.config, freeze=freeze_vision_tower)
-        if lora is not None:
+        if lora is not None and not quantized:
             add_lora(module, lora)
         if optim is None:
             module.requires_grad_(False)
@@ -136,6 +143,36 @@ def build_engine(
         activations=ActivationOffload(stage or module, blocks) if activation_offload else None,
         **updates,
     )
+
+
+def _quantized_module(
+    kind: Kind, dtype: torch.dtype, device: torch.device, settings: dict[str, Any], lora: LoraSettings | None
+) -> PolicyModel | ValueModel:
+    """Return a module with adapters over a base in NF4, whose weights are quantized one after the other as
+    they are read.
+    """
+    assert lora is not None, "the weights that train are not quantized"
+    meta = _probed_meta(kind, dtype, device, None, settings)
+    add_lora(meta.module, lora)
+    _load(meta, device, device, lora)
+    return meta.module
+
+
+def _load(
+    meta: MetaModel,
+    home: torch.device,
+    device: torch.device,
+    lora: LoraSettings | None,
+    absent: Collection[nn.Parameter] = (),
+) -> None:
+    """Give a model on the meta device memory at `home`, its buffers on `device`, and its numbers."""
+    materialise(meta.module, home, device, absent)
+    load_weights(meta)
+    if lora is not None:
+        init_lora(meta.module, lora)
+    if isinstance(meta.module, ValueModel) and "head.weight" not in meta.sources:
+        for parameter in meta.module.head.parameters():
+            nn.init.zeros_(parameter)
 
 
 def _megatron_engine(
@@ -211,18 +248,12 @@ def _parallelize(
     home = device
     if fsdp.offload_policy:
         home = torch.device("cpu")
-    materialise(module, home, device, absent)
-    load_weights(meta)
-    if lora is not None:
-        init_lora(module, lora)
-    if isinstance(module, ValueModel) and "head.weight" not in meta.sources:
-        for parameter in module.head.parameters():
-            nn.init.zeros_(parameter)
+    _load(meta, home, device, lora, absent)
     return compute_dtypes
 
 
 def _probed_meta(
-    kind: Kind, dtype: torch.dtype, device: torch.device, mesh: EngineMesh, settings: dict[str, Any]
+    kind: Kind, dtype: torch.dtype, device: torch.device, mesh: EngineMesh | None, settings: dict[str, Any]
 ) -> MetaModel:
     """Make the model on the meta device; with `probe` in its settings, the default, it is probed."""
     described = {key: value for key, value in settings.items() if key != "probe"}
@@ -234,18 +265,23 @@ def _probed_meta(
 
 
 def _probe_together(
-    meta: MetaModel, device: torch.device, mesh: EngineMesh, *, trust_remote_code: bool, use_liger: bool
+    meta: MetaModel,
+    device: torch.device,
+    mesh: EngineMesh | None,
+    *,
+    trust_remote_code: bool,
+    use_liger: bool,
 ) -> None:
     """Probe the architecture on rank 0; raise ModelError on all ranks if it cannot be trained."""
     failure: HybridFlowError | None = None
-    if mesh.rank == 0:
+    if mesh is None or mesh.rank == 0:
         try:
             probe_architecture(
                 meta.config,
                 device,
                 trust_remote_code=trust_remote_code,
                 use_liger=use_liger,
-                in_stages=mesh.column is not None,
+                in_stages=mesh is not None and mesh.column is not None,
             )
         except HybridFlowError as error:
             failure = error

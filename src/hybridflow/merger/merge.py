@@ -2,7 +2,7 @@
 
     all weights trained   shards ──a tensor at a time──► staged folder ──► model ──► TARGET
     a critic              the same, as a token classifier with one label, which critic.model.path reads
-    adapters, fold        base + adapters ──► W + s·B·A ──► TARGET
+    adapters, fold        base, rounded as the run held it, + adapters ──► W + s·B·A ──► TARGET
     adapters, keep        adapters ──► TARGET, an adapter folder of peft that names its base
 
 Weights are written in the dtype of the model that the run started from, or in another on request. The folder
@@ -177,7 +177,13 @@ def _fold(source: Source, final: Path, base: str, written: str, trust_remote_cod
 
 
 def _keep(source: Source, staged: Path, final: Path, base: str, trust_remote_code: bool) -> str:
-    policy = _with_adapters(source, base, trust_remote_code)
+    if source.quantization is not None:
+        logger.warning(
+            "the run computed with its base in %s, and readers of an adapter compute with the base as it is: "
+            "their log-probs differ from the run's. Only --lora fold writes what was trained",
+            source.quantization,
+        )
+    policy = _with_adapters(source, base, trust_remote_code, quantized=False)
     wanted = probe_log_probs(policy)
     narrow = _narrowest(policy, source.dtype)
     del policy
@@ -188,7 +194,10 @@ def _keep(source: Source, staged: Path, final: Path, base: str, trust_remote_cod
     return f"{_check_adapter(source, final)}; {_check_log_probs(again, wanted, narrow, final)}"
 
 
-def _with_adapters(source: Source, base: str, trust_remote_code: bool) -> PolicyModel:
+def _with_adapters(
+    source: Source, base: str, trust_remote_code: bool, *, quantized: bool = True
+) -> PolicyModel:
+    """Return the checkpoint's model; with `quantized` its base is held as the run held it."""
     logger.info(
         "loading the base %s and putting the checkpoint's adapters on it (%d tensors)",
         base,
@@ -197,7 +206,8 @@ def _with_adapters(source: Source, base: str, trust_remote_code: bool) -> Policy
     policy = _load(base, source.dtype, trust_remote_code)
     with TemporaryDirectory() as folder:
         source.write_adapter(Path(folder), base)
-        add_lora(policy, LoraSettings(0, adapter_path=folder))
+        held = source.quantization if quantized else None
+        add_lora(policy, LoraSettings(0, adapter_path=folder, quantization=held))
     return policy
 
 

@@ -23,7 +23,12 @@ from hybridflow.checkpoint.manifest import read_manifest
 from hybridflow.checkpoint.shard_index import SavedTensors, read_tensors
 from hybridflow.checkpoint.state import write_tensors
 from hybridflow.errors import CheckpointError
-from hybridflow.models.adapters.adapter_folder import CONFIG, read_adapter_config, write_adapter_weights
+from hybridflow.models.adapters.adapter_folder import (
+    CONFIG,
+    QUANTIZATION,
+    read_adapter_config,
+    write_adapter_weights,
+)
 from hybridflow.models.adapters.lora import adapter_part, is_adapter
 from hybridflow.models.files.build import token_classifier
 from hybridflow.models.files.export import ADAPTER_FOLDER
@@ -98,6 +103,12 @@ class Source:
         return any(is_adapter(name) for name in self.tensors)
 
     @property
+    def quantization(self) -> str | None:
+        """How the run held the base of its adapters: nf4, or None: as it is."""
+        held: str | None = read_adapter_config(self.hf_folder / ADAPTER_FOLDER).get(QUANTIZATION)
+        return held
+
+    @property
     def dtype(self) -> str:
         """The dtype of most of the numbers, by the name that `build_policy` takes."""
         sizes: Counter[torch.dtype] = Counter()
@@ -169,6 +180,7 @@ class Source:
         """Write the adapters in peft's format, with the checkpoint's configuration and the base's name."""
         folder.mkdir(parents=True, exist_ok=True)
         config = {**read_adapter_config(self.hf_folder / ADAPTER_FOLDER), "base_model_name_or_path": base}
+        config.pop(QUANTIZATION, None)  # peft warns of what it does not know
         (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         write_adapter_weights(folder, {adapter_part(name): self.tensors[name] for name in self.tensors})
 

@@ -23,6 +23,7 @@ from torch.nn.functional import linear, pad
 
 from hybridflow.models.attention.layouts import Layout
 from hybridflow.models.attention.scores import Scores
+from hybridflow.models.nf4 import NF4Linear
 
 MIN_ROWS = 16
 """Least number of rows of a dense layer; below it, matrix libraries choose other kernels."""
@@ -62,7 +63,8 @@ class ExactMode:
         modes = [cls(THRIFTY_KEYS, step), cls(common, step), cls(common, math.lcm(step, 32))]
         if step == 1:
             modes.insert(0, cls(THRIFTY_KEYS, 1, MIN_QUERIES // 2))
-        layers = [layer for layer in module.modules() if type(layer) in (nn.Linear, SplitLinear)]
+        kinds = (nn.Linear, SplitLinear, NF4Linear)
+        layers = [layer for layer in module.modules() if type(layer) in kinds]
         wide = [layer.in_features for layer in layers if isinstance(layer, nn.Linear)]
         wide += [max(weight.shape[1:]) for weight in module.parameters() if weight.dim() == 3]  # experts
         if max(wide, default=0) > SUM_STEP:
@@ -109,6 +111,8 @@ class ExactMode:
             if self.sum_step and type(layer) is nn.Linear and layer.in_features > self.sum_step:
                 layer.__class__ = SplitLinear
                 layer.exact_mode = self  # type: ignore[assignment]
+            elif isinstance(layer, NF4Linear):
+                layer.product = self.product
 
     def pad_tokens(
         self, input_ids: Tensor, position_ids: Tensor, layout: Layout
@@ -194,6 +198,8 @@ def join_sums(module: nn.Module) -> None:
         if type(layer) is SplitLinear:
             layer.__class__ = nn.Linear  # type: ignore[assignment]
             del layer.exact_mode
+        elif isinstance(layer, NF4Linear):
+            layer.product = linear
 
 
 def even_rows(module: nn.Module, num_threads: int | None = None) -> int:
@@ -216,14 +222,16 @@ def uneven_layer(module: nn.Module, mode: ExactMode) -> str | None:
     One layer of each shape is tried, in milliseconds, with the numbers of rows that `mode` pads to. A layer
     that differs refuses the mode; where none does, the self-check still has to prove it.
     """
-    layers = {tuple(layer.weight.shape): layer for layer in module.modules() if isinstance(layer, nn.Linear)}
+    dense = (layer for layer in module.modules() if isinstance(layer, nn.Linear))
+    layers = {(layer.out_features, layer.in_features): layer for layer in dense}
     fewer = sorted({mode.num_rows(rows) for rows in TRIED_ROWS})
     most = fewer.pop()
     for (num_outputs, num_inputs), layer in layers.items():
         states = torch.sin(torch.arange(most * num_inputs, dtype=torch.float32)).view(1, most, num_inputs)
-        together = mode.product(states, layer.weight, layer.bias)
+        weight = layer.weight
+        together = mode.product(states, weight, layer.bias)
         for rows in fewer:
-            found = mode.product(states[:, :rows], layer.weight, layer.bias)
+            found = mode.product(states[:, :rows], weight, layer.bias)
             if not torch.equal(found, together[:, :rows]):
                 return (
                     f"a dense layer {num_inputs} -> {num_outputs} gives other bits to {rows} and {most} rows"

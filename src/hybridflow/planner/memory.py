@@ -17,7 +17,7 @@ from typing import NamedTuple
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.config.layout import ROLE_KEYS, engine_keys
-from hybridflow.config.model import SCALE_BLOCK, FSDPConfig, ModelConfig
+from hybridflow.config.model import NF4_BLOCK, SCALE_BLOCK, FSDPConfig, ModelConfig
 from hybridflow.config.needs import longest_row, rows_per_prompt
 from hybridflow.config.tree import get_value
 from hybridflow.distributed.accelerators import KEPT_BYTES, RING_QUERIES, features, is_accelerator
@@ -27,6 +27,10 @@ from hybridflow.planner.model_size import ModelSize
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 RING_COPIES = 4
 """Tensors of a block's scores that are there at once in the backward pass of ring attention."""
+NF4_BYTES = 1 / 2 + 4 / NF4_BLOCK
+"""Bytes of a number of a weight in 4 bits: its code, and its part of a float32 scale."""
+DEQUANTIZING_BYTES = 6
+"""Bytes of a number of the one such weight that is dequantized: its level, and its index or a rounded one."""
 QUANTIZED_BYTES = {"int8": 1, "fp8": 1, "float16": 2}
 """Bytes of a number by `rollout.quantization` of the native engine."""
 
@@ -148,7 +152,9 @@ def engine_needs(engine: RoleEngine, size: ModelSize, *, device: str) -> Needs:
     own = size.at_rest(layout)
     share = _share(layout)
     trained_bytes = wide if many else size.itemsize
-    weights = (own.all - own.trained) * size.itemsize + own.trained * trained_bytes
+    frozen = own.all - own.trained - size.quantized
+    quantized = math.ceil(size.quantized * NF4_BYTES) + size.largest_quantized * DEQUANTIZING_BYTES
+    weights = frozen * size.itemsize + quantized + own.trained * trained_bytes
     parts = [MemoryItem("weights", weights, _weights_how(size, trained_bytes, share), weights_away)]
     gathered, at_once, how = _gathered(engine, size) if many else (0, 0, "")
     if gathered:
@@ -206,6 +212,11 @@ def _share(layout: ParallelLayout) -> str:
 def _weights_how(size: ModelSize, trained_bytes: int, share: str) -> str:
     trained = size.whole.trained
     frozen = size.whole.all - trained
+    if size.quantized:
+        return (
+            f"{size.quantized:,} frozen × {NF4_BYTES} bytes (nf4) + {size.largest_quantized:,} at work × "
+            f"{DEQUANTIZING_BYTES} bytes + {size.whole.all - size.quantized:,} others × {size.itemsize} bytes"
+        )
     if not trained:
         return f"{frozen:,} parameters × {size.itemsize} bytes{share}"
     if not frozen:

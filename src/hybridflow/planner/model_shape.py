@@ -189,8 +189,10 @@ class ModelShape:
             flops += 2.0 * pair * min(halves, tokens * window if window else halves)
         return flops
 
-    def size(self, *, trained: bool = True, lora_rank: int = 0, itemsize: int = 2) -> ModelSize:
-        """Return the sizes that the estimate of memory reads."""
+    def size(
+        self, *, trained: bool = True, lora_rank: int = 0, itemsize: int = 2, quantized: bool = False
+    ) -> ModelSize:
+        """Return the sizes that the estimate of memory reads; `quantized`: linear layers are in 4 bits."""
 
         def count(parameters: int, cut: int, experts: int, adapters: int) -> Count:
             if lora_rank:
@@ -205,6 +207,7 @@ class ModelShape:
         adapters = sum(lora_rank * (each.inputs + each.outputs) for each in self._linears if each.copies == 1)
         tables = self.vocab * self.hidden * (1 if self.tied else 2) + self.hidden
         norms = 2 * self.hidden
+        held = [each.size for each in self._linears] if quantized else []
         return ModelSize(
             count(self.parameters, cut, self.expert_parameters, adapters),
             count(tables, 0, 0, 0),
@@ -225,6 +228,8 @@ class ModelShape:
             active=self.active,
             experts=self.experts,
             experts_per_token=self.experts_per_token,
+            quantized=sum(held),
+            largest_quantized=max(held, default=0),
         )
 
 

@@ -72,6 +72,10 @@ class ModelSize:
     experts_per_token: int
     tower: Count = Count(0, 0)
     """Parameters of the part that reads pictures; 0 for a model of text."""
+    quantized: int = 0
+    """Parameters of all that are held in 4 bits."""
+    largest_quantized: int = 0
+    """Parameters of the largest weight that is."""
 
     def at_rest(self, layout: ParallelLayout) -> Count:
         """Return the numbers of the parameters that the fullest rank has between passes.

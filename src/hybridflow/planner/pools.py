@@ -223,6 +223,8 @@ class PoolPlanner:
         fsdp, _, model = engine_keys(self.job.config, role)
         adapters = model.lora_rank or model.lora_adapter_path
         shape = self.job.shapes[role]
+        if model.quantization and devices > 1:
+            return  # one device holds weights in 4 bits
         for stages, tensor in itertools.product(PARTS, PARTS):
             sharers = devices // (stages * tensor)
             if devices % (stages * tensor) or self.node % tensor or not shape.cuts(tensor):
@@ -261,7 +263,12 @@ class PoolPlanner:
         shape = job.shapes[role]
         seconds = calls_of(job.config, role, engine, shape, job.trained, self.costs)
         lora = engine.model.lora_rank if engine.trained else 0
-        size = shape.size(trained=engine.trained, lora_rank=lora, itemsize=self.costs.itemsize)
+        size = shape.size(
+            trained=engine.trained,
+            lora_rank=lora,
+            itemsize=self.costs.itemsize,
+            quantized=engine.trained and engine.model.quantization is not None,
+        )
         return Option(engine, engine_needs(engine, size, device=self.costs.cluster.hardware.device), seconds)
 
     def _with_rollout(
@@ -311,6 +318,8 @@ class PoolPlanner:
         mean = job.generated.prompt + job.generated.lengths.mean
         size = shape.size(trained=False, itemsize=self.costs.itemsize)
         alone = "actor" not in pool.roles
+        if alone and job.config.actor_rollout_ref.model.quantization is not None:
+            return None  # the actor's module generates
 
         def replica(rows: int) -> PlannedReplica:
             return PlannedReplica(tensor, rows, round(mean), native_quantization(rollout), tensor)

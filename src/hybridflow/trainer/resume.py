@@ -90,6 +90,8 @@ def _facts_of(model: ModelConfig) -> dict[str, Any]:
         "override_config": model.override_config,
         "lora_rank": model.lora_rank,
     }
+    if model.quantization:
+        facts["quantization"] = model.quantization
     if model.lora_adapter_path:
         facts["lora_rank"] = None
         facts["lora_adapter_path"] = _adapter_identity(model.lora_adapter_path)

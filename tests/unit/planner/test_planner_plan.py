@@ -172,6 +172,24 @@ def test_what_cannot_be_cut_is_not_cut(tmp_path: Path) -> None:
     assert {each.fsdp.expert_parallel_size for each in compiled} == {1}
 
 
+def test_weights_in_4_bits_are_on_one_device_and_take_less_of_it() -> None:
+    adapters = ("actor_rollout_ref.model.lora_rank=16",)
+    quantized = (*adapters, "actor_rollout_ref.model.quantization=nf4")
+    assert not list(layouts_of("Qwen2.5-7B", "2xH100", *quantized))
+    costs = Costs(read_devices("1xH100"), FITTED)
+    found = {}
+    for words in (adapters, quantized):
+        planner = PoolPlanner(job("grpo", "Qwen2.5-7B", *words), costs)
+        (option,) = planner.options("actor", 1)[:1]
+        found[words] = {part.label: part.size for part in option.needs.parts}
+        assert (planner.plan(("rollout",), 1) is None) == (words == quantized), "the actor's module generates"
+        assert planner.plan(("actor", "rollout"), 1) is not None
+    shape = shape_of("Qwen2.5-7B")
+    layers = sum(linear.size for layer in shape.layers for linear in layer.linears)
+    saved = found[adapters]["weights"] - found[quantized]["weights"]
+    assert saved == pytest.approx(layers * (2 - 0.5625), rel=0.1)
+
+
 def test_a_mixture_that_is_short_of_memory_has_both() -> None:
     """On eight nodes the options that need least memory share experts among ranks that cut dense layers."""
     pools = PoolPlanner(job("grpo", "Qwen3-235B-A22B"), Costs(read_devices("64xH100"), FITTED))

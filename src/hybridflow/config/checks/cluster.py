@@ -19,6 +19,8 @@ from hybridflow.config.layout import (
     pool_names,
     pool_sizes,
     processes_by_node,
+    quantized_problems,
+    share_a_pool,
 )
 from hybridflow.config.needs import has_own_reference, is_given, needs_reference
 from hybridflow.config.reward import has_classifier, has_judge
@@ -80,6 +82,14 @@ def critic_layout(config: PPOConfig) -> Iterator[str]:
     """Yield one line for each size of the critic that does not fit the others."""
     if config.critic.enable:
         yield from _layout(config, "critic").problems()
+
+
+def process_reward_layout(config: PPOConfig) -> Iterator[str]:
+    """Yield one line where an implicit process reward model cannot hold its base in 4 bits."""
+    if config.reward.process_reward_model.enable:
+        layout = _layout(config, "process_reward")
+        block = "reward.process_reward_model"
+        yield from quantized_problems(block, layout.model, layout.processes, layout.fsdp)
 
 
 def reward_model_layout(config: PPOConfig) -> Iterator[str]:
@@ -172,6 +182,21 @@ def controller_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
         )
 
 
+def quantized_actor(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each way of generating with other weights than an actor's in 4 bits."""
+    rollout = config.actor_rollout_ref.rollout
+    held = config.actor_rollout_ref.model.quantization
+    if held is None:
+        return
+    why = f"actor_rollout_ref.model.quantization={held}, with whose module alone the same weights generate"
+    if rollout.name != "native":
+        yield f"{ROLLOUT}.name={rollout.name} with {why}: set {ROLLOUT}.name=native"
+    if rollout.quantization is not None:
+        yield f"{ROLLOUT}.quantization={rollout.quantization} with {why}: leave {ROLLOUT}.quantization out"
+    if not share_a_pool(config.trainer, "rollout", "actor"):
+        yield f"trainer.placement.rollout is another pool than the actor's with {why}: set it to the actor's"
+
+
 def frozen_adapters(config: PPOConfig) -> Iterator[str]:
     """Yield one line for each adapter of a model that does not train."""
     reward = config.reward.reward_model
@@ -203,8 +228,10 @@ RULES = (
     actor_layout,
     reference_layout,
     critic_layout,
+    process_reward_layout,
     reward_model_layout,
     judge_layout,
+    quantized_actor,
     frozen_adapters,
 )
 """The rules of processes and layouts of a run of reinforcement learning."""

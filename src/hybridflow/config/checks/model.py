@@ -82,6 +82,12 @@ def _divided(model: ModelConfig, fsdp: FSDPConfig, key: str) -> Iterator[str]:
         )
     ranks = fsdp.expert_parallel_size
     experts = next((sizes[name] for name in NUMBERS_OF_EXPERTS if sizes.get(name)), 0)
+    if model.quantization and (experts or sizes.get("vision_config")):
+        what = f"has {experts} experts" if experts else "reads pictures"
+        yield (
+            f"{where} {what}, and only dense models of text are held in 4 bits: leave {key}.quantization="
+            f"{model.quantization} out"
+        )
     if experts and ranks == 1 and fsdp.tensor_parallel_size > 1:
         yield (
             f"{where} has {experts} experts, which are not cut by fsdp_config.tensor_parallel_size="

@@ -19,6 +19,8 @@ from hybridflow.errors import ModelError
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+QUANTIZATION = "base_quantization"
+"""The entry of a checkpoint's adapter_config.json that says how the run held its base, beside peft's own."""
 PREFIX = "base_model.model."
 """Prefix that peft puts before a layer's name in the causal language model."""
 
@@ -110,10 +112,14 @@ def read_adapter(folder: str | Path) -> AdapterFile:
     )
 
 
-def write_adapter_config(folder: Path, config: Any) -> None:
-    """Write `config`, a peft LoraConfig, to a folder."""
+def write_adapter_config(folder: Path, config: Any, quantization: str | None = None) -> None:
+    """Write `config`, a peft LoraConfig, to a folder, and how its base is held if that is not as it is."""
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
+    if quantization is not None:
+        file = folder / CONFIG
+        content = {**json.loads(file.read_text(encoding="utf-8")), QUANTIZATION: quantization}
+        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def write_adapter_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:

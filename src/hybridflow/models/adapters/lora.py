@@ -30,6 +30,7 @@ from hybridflow.errors import ModelError, install_extra
 from hybridflow.models.adapters.adapter_folder import AdapterFile, read_adapter, read_adapter_config
 from hybridflow.models.adapters.dropout import DropoutLinear, TokenKeys
 from hybridflow.models.experts.layers import num_experts
+from hybridflow.models.nf4 import NF4Linear
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.value import ValueModel
 from hybridflow.protocol.randomness import generator
@@ -59,6 +60,8 @@ class LoraSettings:
     """Seed of A's first values and of dropout, which are the same on every rank and in every process."""
     dropout: float = 0.0
     """Share of the adapters' inputs that is dropped in updates (`adapters/dropout.py`)."""
+    quantization: str | None = None
+    """How the weights of the base's linear layers are held: nf4 (`models/nf4.py`), or None: as they are."""
 
     @property
     def largest_rank(self) -> int:
@@ -78,7 +81,8 @@ class LoraSettings:
         assert targets is not None
         exclude = _frozen(config.exclude_modules)
         path = config.lora_adapter_path
-        return cls(config.lora_rank, config.lora_alpha, targets, exclude, path, seed, config.lora_dropout)
+        how = (config.lora_dropout, config.quantization)
+        return cls(config.lora_rank, config.lora_alpha, targets, exclude, path, seed, *how)
 
 
 def _frozen(names: str | list[str] | None) -> str | tuple[str, ...] | None:
@@ -91,8 +95,10 @@ def add_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
     """Put adapters beside linear layers, in place, and freeze the base; a value head is still trained whole.
 
     Call this before the model is sharded. If the model is on the meta device, call `init_lora` once it has
-    memory; otherwise that is done here. Raises ModelError for targets that are no linear layers of the model
-    (the message lists its own), for an adapter folder that does not fit, and if peft is not installed.
+    memory; otherwise that is done here. With `quantization` the weights of all linear layers but the head
+    are quantized. Raises ModelError for targets that are no linear layers of the model (the message
+    lists its own), for an adapter folder that does not fit, for a model that cannot be quantized, and if peft
+    is not installed.
     """
     try:
         import peft
@@ -165,8 +171,32 @@ def add_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
         for part in (layer.lora_A, layer.lora_B):
             part.to(weight.dtype)
             part.to_empty(device=weight.device)
+    if settings.quantization is not None:  # after peft, which looks at weights
+        quantize_base(model, layers)
     if model.device.type != "meta":
         init_lora(model, settings)
+
+
+def quantize_base(model: PolicyModel | ValueModel, layers: Mapping[str, nn.Module]) -> None:
+    """Hold the weights of linear layers, given by their names, in NF4, in place.
+
+    Raises ModelError for a model with experts, pictures or linear layers of another class than torch's.
+    """
+    odd = sorted({type(layer).__name__ for layer in layers.values() if type(layer) is not nn.Linear})
+    what = ""
+    if num_experts(model.config):
+        what = "experts, which are no linear layers"
+    elif model.vision is not None:
+        what = "a part that reads pictures"
+    elif odd or not layers:
+        what = f"linear layers of another class than torch's ({', '.join(odd) or 'none is'})"
+    if what:
+        raise ModelError(
+            f"model.quantization=nf4: {type(_root(model)[0]).__name__} has {what}; leave quantization out"
+        )
+    for name, layer in layers.items():
+        assert isinstance(layer, nn.Linear)
+        NF4Linear.replace(layer, f"{name}.weight")
 
 
 @torch.no_grad()
@@ -294,18 +324,23 @@ class PlainEntry:
     """An entry of the state of the plain model that computes what the model with adapters does."""
 
     tensor: Tensor
-    """The base's tensor; the folded one has its shape and dtype."""
+    """The base's tensor, whose shape and dtype the folded one has; of a quantized weight without memory."""
     layer: Any = None
     """peft's layer around it, or None where nothing is folded into the tensor."""
+    quantized: NF4Linear | None = None
+    """The layer that holds the base's tensor in NF4, or None where `tensor` has it."""
 
     @torch.no_grad()
     def value(self, *, folded: bool = True) -> Tensor:
         """Return the tensor with its adapter folded in, if `folded`; it is sharded where the base is."""
+        tensor = self.tensor
+        if self.quantized is not None:
+            tensor = self.quantized.weight
         if self.layer is None or not folded:
-            return self.tensor
+            return tensor
         a, b = _parts(self.layer)
-        whole = fold(self.tensor, a, b, self.layer.scaling[ADAPTER], transposed=self.layer.fan_in_fan_out)
-        return whole.to(self.tensor.dtype)
+        whole = fold(tensor, a, b, self.layer.scaling[ADAPTER], transposed=self.layer.fan_in_fan_out)
+        return whole.to(tensor.dtype)
 
 
 def plain_state(model: PolicyModel | ValueModel) -> dict[str, PlainEntry]:
@@ -317,7 +352,20 @@ def plain_state(model: PolicyModel | ValueModel) -> dict[str, PlainEntry]:
         f"{path}.{name}.weight": layer for name, layer in _root(model)[0].named_modules() if _adapted(layer)
     }
     named = ((base_name(name), tensor) for name, tensor in model.state_dict().items() if not is_adapter(name))
-    return {name: PlainEntry(tensor, layers.get(name)) for name, tensor in named}
+    found = {name: PlainEntry(tensor, layers.get(name)) for name, tensor in named}
+    for name, layer in quantized_layers(model).items():
+        shape = torch.empty(layer.out_features, layer.in_features, dtype=layer.dtype, device="meta")
+        found[name] = PlainEntry(shape, layers.get(name), layer)
+    return found
+
+
+def quantized_layers(model: nn.Module) -> dict[str, NF4Linear]:
+    """Return the layers in NF4 by the name of their weight in the model without adapters."""
+    return {
+        base_name(f"{name}.weight"): layer
+        for name, layer in model.named_modules()
+        if isinstance(layer, NF4Linear)
+    }
 
 
 @torch.no_grad()
@@ -325,8 +373,14 @@ def fold_adapters(model: PolicyModel | ValueModel) -> None:
     """Fold the adapters into the base in place, which makes it a plain model."""
     root, _ = _root(model)
     for name, layer in [(name, module) for name, module in root.named_modules() if _adapted(module)]:
-        layer.base_layer.weight.copy_(PlainEntry(layer.base_layer.weight, layer).value())
+        value = PlainEntry(layer.base_layer.weight, layer).value()
+        if isinstance(layer.base_layer, NF4Linear):
+            layer.base_layer.restore(value)
+        else:
+            layer.base_layer.weight.copy_(value)
         root.set_submodule(name, layer.base_layer)
+    for alone in quantized_layers(root).values():
+        alone.restore(alone.weight)
     del root.peft_config
 
 
@@ -339,7 +393,8 @@ def adapter_tensors(model: PolicyModel | ValueModel) -> Iterator[tuple[str, Tens
 
 def _parts(layer: Any) -> tuple[Tensor, Tensor]:
     """Return A and B in the compute dtype, which is the base's; their shards in training may be wider."""
-    dtype = layer.base_layer.weight.dtype
+    base = layer.base_layer
+    dtype = base.dtype if isinstance(base, NF4Linear) else base.weight.dtype
     return layer.lora_A[ADAPTER].weight.to(dtype), layer.lora_B[ADAPTER].weight.to(dtype)
 
 

@@ -36,6 +36,7 @@ from hybridflow.models.adapters.lora import (
     base_name,
     has_adapters,
     plain_state,
+    quantized_layers,
 )
 from hybridflow.models.files.progress import without_progress_bars
 from hybridflow.models.policy import PolicyModel
@@ -86,14 +87,19 @@ def save_config(policy: Exported, folder: Path) -> None:
     """
     _write_config(policy, folder, policy.source_dtype)
     if has_adapters(policy) and isinstance(policy, PolicyModel):
-        write_adapter_config(folder / ADAPTER_FOLDER, adapter_config(policy))
+        _write_adapter_config(policy, folder / ADAPTER_FOLDER)
+
+
+def _write_adapter_config(policy: PolicyModel, folder: Path) -> None:
+    held = "nf4" if quantized_layers(policy) else None
+    write_adapter_config(folder, adapter_config(policy), held)
 
 
 def save_adapter(policy: PolicyModel, folder: Path) -> None:
     """Write the adapters in peft's format; all ranks of the world call this, and the first writes."""
     tensors = dict(whole_tensors(policy, dict(adapter_tensors(policy))))
     if rank_and_size()[0] == 0:
-        write_adapter_config(folder, adapter_config(policy))
+        _write_adapter_config(policy, folder)
         write_adapter_weights(folder, tensors)
 
 

@@ -26,7 +26,7 @@ from transformers.utils.hub import cached_file
 
 from hybridflow.distributed.shards import is_absent, local, own_slices
 from hybridflow.errors import ModelError
-from hybridflow.models.adapters.lora import base_name
+from hybridflow.models.adapters.lora import base_name, quantized_layers
 from hybridflow.models.files.build import (
     Kind,
     auto_class,
@@ -166,14 +166,14 @@ def materialise(
         for name, before in parameters.items():
             owner._parameters[name] = first.setdefault(id(before), owner._parameters[name])
         for name, buffer in own_buffers.items():
-            if buffer is not None:
-                buffer = buffer.to(buffers)
-            owner._buffers[name] = buffer
+            if buffer is not None and not buffer.is_meta:  # codes of NF4 have memory, and no numbers yet
+                owner._buffers[name] = buffer.to(buffers)
 
 
 @torch.no_grad()
 def load_weights(model: MetaModel) -> None:
     """Write this rank's slices of all weights; parameters in no file (adapters, a value head) stay unwritten.
+    A weight in NF4 is quantized as it is read, so that no other is in memory beside it.
 
     Raises ModelError for weights that are missing, of another shape or not finite, and unreadable files.
     """
@@ -181,6 +181,9 @@ def load_weights(model: MetaModel) -> None:
     for name, tensor in model.module.state_dict(keep_vars=True).items():
         if base_name(name) in model.sources and not is_absent(tensor):
             wanted.setdefault(id(tensor), (base_name(name), tensor))
+    quantized = quantized_layers(model.module)
+    for name, each in quantized.items():
+        wanted[id(each)] = (name, torch.empty(each.out_features, each.in_features, device="meta"))
     with ExitStack() as stack:
         read: Read | None = None
         if model.direct:
@@ -194,13 +197,18 @@ def load_weights(model: MetaModel) -> None:
             piece = local(tensor)
             if piece.numel() == 0:
                 continue
-            value = read(model.sources[name], own_slices(tensor)).to(model.dtype)
+            layer = quantized.get(name)
+            where = own_slices(tensor) if layer is None else (slice(None), slice(None))
+            value = read(model.sources[name], where).to(model.dtype)
             if value.is_floating_point() and not bool(value.isfinite().all()):
                 raise ModelError(
                     f"model {model.where!r}: {model.sources[name][0]} holds NaN or infinity (read as "
                     f"{model.dtype})"
                 )
-            piece.copy_(value)
+            if layer is None:
+                piece.copy_(value)
+            else:
+                layer.fill(value, name)
 
 
 Read = Callable[[tuple[str, ...], tuple[slice, ...]], Tensor]

@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from hybridflow.config.model import ModelConfig
-from hybridflow.models.adapters.lora import LoraSettings, add_lora
+from hybridflow.models.adapters.lora import LoraSettings, add_lora, quantized_layers
 from hybridflow.models.blocks import decoder_blocks
 from hybridflow.models.experts.layers import expert_modules, experts_per_token, mlp_width, num_experts
 from hybridflow.models.files.build import auto_class, resolve_dtype, shape_of
@@ -76,8 +76,12 @@ def size_of(
         check_sizes(base, tensor_styles(base, but_experts=experts_apart), tensor)
         cut = {id(base.get_parameter(name)) for name in tensor_slices(base, but_experts=experts_apart)}
     experts = {id(each) for part in expert_modules(hf).values() for each in part.parameters()}
+    quantized: list[int] = []
     if lora is not None:
         add_lora(module, lora)
+        for layer in quantized_layers(module).values():
+            quantized.append(layer.in_features * layer.out_features)
+            layer.restore(layer.weight)  # to be counted among the parameters
     if not trained:
         module.requires_grad_(False)
     whole = _count(module.parameters(), cut, experts)
@@ -111,6 +115,8 @@ def size_of(
         experts=num_experts(shape),
         experts_per_token=experts_per_token(shape),
         tower=tower,
+        quantized=sum(quantized),
+        largest_quantized=max(quantized, default=0),
     )
 
 

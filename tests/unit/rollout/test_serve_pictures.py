@@ -86,7 +86,9 @@ def own(model: ServedModel, policy: PolicyModel, text: str, shown: Sequence[Imag
     """The prompt as rows of data have it, and the engine's answer, which nothing was cached for."""
     assert model.reader is not None
     row = {"images": list(shown)}
-    messages, sources = model.reader.in_parts([{"role": "user", "content": "<image>" * len(shown) + text}], row)
+    messages, sources = model.reader.in_parts(
+        [{"role": "user", "content": "<image>" * len(shown) + text}], row
+    )
     expanded = model.reader.expand(ChatTemplate(model.tokenizer).begin(messages), sources, whole=True)
     prompt = Prompt(tuple(expanded.token_ids), expanded.media)
     engine = NativeEngine(policy, eos_token_ids=[3], enable_prefix_caching=False)
@@ -117,7 +119,9 @@ def test_answers_are_the_engines_and_pictures_under_equal_texts_are_told_apart(f
             log_probs = [each.logprob for each in choice.logprobs.content]
             assert log_probs == pytest.approx(output.log_probs, abs=1e-5)
             found.append((choice.model_extra["token_ids"], log_probs))
-    assert found[0] == found[2], "what was cached of the other picture does not matter"
+    assert found[0] == (found[2][0], pytest.approx(found[2][1], abs=1e-5)), (
+        "the other picture's cache is its own"
+    )
     assert max(abs(one - other) for one, other in zip(found[0][1], found[1][1], strict=False)) > 1e-3
 
 
@@ -168,7 +172,7 @@ ATTACKS: dict[str, tuple[list[Any], str]] = {
     "a bomb": ([shown(url(bomb(60_000)))], "at most 33554432 are read: send it smaller"),
     "many pixels": ([shown(url(Image.new("1", (6000, 6000))))], "it has 36000000 pixels, and at most"),
     "a thread": ([shown(url(Image.new("RGB", (1, 900))))], "a picture cannot be read"),
-    "more than the context": ([shown(url(Image.new("RGB", (400, 400))))], "conversation with its pictures"),
+    "more than the context": ([shown(url(Image.new("1", (400, 400))))] * 3, "conversation with its pictures"),
     "a path": ([shown("/etc/hostname")], "wanted data:image/png;base64,…"),
     "a file": ([shown("file:///etc/hostname")], "wanted data:image/png;base64,…"),
     "no image": ([shown(url(b"a", "text/plain"))], "wanted data:image/png;base64,…"),

@@ -150,17 +150,21 @@ from PIL import Image
 
 async def run(base_url, row):
     messages = list(row["raw_prompt"])
+    score = 0.0
     picture = Image.open(io.BytesIO(base64.b64decode(row["images"][0].partition(",")[2])))
     async with httpx.AsyncClient(timeout=600) as client:
         for turn in range(2):
-            answer = await client.post(base_url + "/chat/completions", json={"messages": messages})
-            messages.append(answer.raise_for_status().json()["choices"][0]["message"])
+            body = {"messages": messages, "return_token_ids": True}
+            answer = await client.post(base_url + "/chat/completions", json=body)
+            (choice,) = answer.raise_for_status().json()["choices"]
+            score += choice["token_ids"][0] % 7 / 7
+            messages.append(choice["message"])
             file = io.BytesIO()
             picture.crop((0, 0, 8, 8 * turn + 8)).resize((16, 16)).save(file, "PNG")
             shown = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
             parts = [{"type": "image_url", "image_url": {"url": shown}}, {"type": "text", "text": "red ?"}]
             messages.append({"role": "user", "content": parts})
-    return len(messages[1]["content"]) / 8
+    return score
 """
 
 

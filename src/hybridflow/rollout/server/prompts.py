@@ -26,7 +26,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Generic, TypeVar
 
-from hybridflow.data.pictures import FETCH_SECONDS, MOST_SENT_PIXELS, MediaError, sent_file
+from hybridflow.data.pictures import FETCH_SECONDS, MOST_BYTES, MOST_SENT_PIXELS, MediaError, sent_file
 from hybridflow.data.tokenizer import Tokenizer, encode_prompt, encode_rendered
 from hybridflow.protocol.prompt import Medium, Prompt
 from hybridflow.rollout.base import is_unicode
@@ -259,10 +259,11 @@ class SentPictures:
                 f"the pictures up to this one have {self._pixels} pixels, and those of a request at most "
                 f"{MOST_PIXELS}: send fewer, or smaller ones",
             )
-        if time.monotonic() > self._ends:
+        if time.monotonic() > self._ends or sum(map(len, self.files)) + len(file) > MOST_BYTES:
             raise refuse(
                 param,
-                f"the pictures were not fetched within {FETCH_SECONDS:g} s: send data:image/png;base64,…",
+                f"the pictures up to this one were not fetched within {FETCH_SECONDS:g} s, or have more than "
+                f"{MOST_BYTES} bytes: send fewer, or smaller ones",
             )
         self.files.append(file)
         self.digests.append(hashlib.sha256(file).hexdigest())
@@ -288,8 +289,11 @@ def picture_prompt(
         assert reader is not None, "without one no picture was taken"
         sources = reader.of_files(files)
         for whole in (False, True):
-            with picture_errors_refused(param):
+            try:
                 reads = reader.read(sources, whole=whole)
+            except Exception as error:  # a file may be made to do harm: decoders raise all sorts of errors
+                told = f"a picture cannot be read ({error}): send another file, or leave it out"
+                raise refuse(param, told) from error
             try:
                 expanded = reader.processor.expand(token_ids, ["image"] * len(reads), reads)
             except MediaError as error:
@@ -307,17 +311,6 @@ def picture_prompt(
         start = len(before)
         media = tuple(replace(medium, start=start + medium.start) for medium in expanded.media)
     return Prompt((*before.token_ids, *ids), (*before.media, *media))
-
-
-@contextmanager
-def picture_errors_refused(param: str) -> Iterator[None]:
-    """Raise ApiError 400 for whatever the reading of a picture raises: its file may be made to do harm."""
-    try:
-        yield
-    except Exception as error:
-        raise refuse(
-            param, f"a picture cannot be read ({error}): send another file, or leave it out"
-        ) from error
 
 
 @contextmanager

@@ -25,7 +25,7 @@ MOST_PENDING = 3
 MOST_PENDING_OF_RUNS = 64
 """The same for byte tokens of SentencePiece: they are decoded as one run, all broken while the last one is.
 """
-TEXT_MODEL = "the model that is served here reads text only"
+TEXT_MODEL = "the model reads text only: leave the picture out, or use one that reads pictures"
 PROBE = "Vbn3wC"
 """A text that no chat template writes by itself."""
 CONTEXT = 6

@@ -22,13 +22,14 @@ from hybridflow.agent.endpoint import Endpoint, Recording
 from hybridflow.agent.episode import AgentResult, Episode, Policy, TrajectoryFailed
 from hybridflow.agent.hosted_environment import failure_of
 from hybridflow.data.chat_template import ChatTemplate
+from hybridflow.data.media import MediaReader
 from hybridflow.data.plugin import load_object
 from hybridflow.data.tokenizer import Tokenizer
 from hybridflow.errors import ConfigError
 from hybridflow.processes.errors import CallFailed
 from hybridflow.processes.local import HostsLike
 from hybridflow.processes.supervisor import keeper_command
-from hybridflow.rollout.server.model import ServedModel
+from hybridflow.rollout.server.model import TEXT_MODEL, ServedModel
 from hybridflow.rollout.server.run import listen
 from hybridflow.tools.base import numbers_of
 
@@ -52,8 +53,11 @@ class BlackBoxes:
         max_model_len: int,
         tool_parser: str,
         deadline_s: float,
+        reader: MediaReader | None = None,
+        pictures_refused: str = TEXT_MODEL,
     ) -> None:
-        """Agents find the model at `address` (port 0: a free one); `hosts` call functions that block.
+        """Agents find the model at `address` (port 0: a free one); `hosts` call functions that block. The
+        pictures of requests are read by the `reader`; without one they are refused, with the reason.
 
         ConfigError where the port is taken.
         """
@@ -61,7 +65,15 @@ class BlackBoxes:
             listen(*address).close()
         except ConfigError as error:
             raise ConfigError(f"{PORT_KEY}={address[1]}: {error}") from error
-        model = ServedModel("policy", tokenizer, len(tokenizer), max_model_len, tool_parser)
+        model = ServedModel(
+            "policy",
+            tokenizer,
+            len(tokenizer),
+            max_model_len,
+            tool_parser,
+            reader=reader,
+            pictures_refused=pictures_refused,
+        )
         self._endpoint = Endpoint(model, template, host=address[0], port=address[1])
         self._hosts = hosts
         self._deadline_s = deadline_s
@@ -77,8 +89,6 @@ class BlackBoxes:
 
 class FunctionAgent:
     """A function `run(base_url, row)` of the user's, `async` or not."""
-
-    reads_text_alone = True
 
     def __init__(self, spec: str, endpoint: Endpoint, hosts: HostsLike, deadline_s: float) -> None:
         """`spec` is path/to/file.py:function or package.module:function; ConfigError where there is none.
@@ -96,7 +106,8 @@ class FunctionAgent:
         """Run one episode by the function."""
         async with self._endpoint.record(policy) as recording:
             try:
-                returned = await self._call(f"{recording.url}/v1", dict(episode.row.row))
+                row = await sent_row(self._endpoint.model, episode.row.row)
+                returned = await self._call(f"{recording.url}/v1", row)
             except Exception:  # a user's code: anything may come out of it
                 _raise_cause(recording)
                 raise
@@ -124,8 +135,6 @@ class CommandAgent:
     or else the last line of its output where that is an object with a "score".
     """
 
-    reads_text_alone = True
-
     def __init__(self, command: Sequence[str], endpoint: Endpoint) -> None:
         self._command = list(command)
         self._endpoint = endpoint
@@ -134,7 +143,8 @@ class CommandAgent:
         """Run one episode by the command, and end it with all processes that it has started."""
         with tempfile.TemporaryDirectory(prefix="hybridflow_agent_") as folder:
             async with self._endpoint.record(policy) as recording:
-                returned = await self._output(Path(folder), recording, episode.row.row)
+                row = await sent_row(self._endpoint.model, episode.row.row)
+                returned = await self._output(Path(folder), recording, row)
                 return _result(" ".join(self._command), returned, recording)
 
     async def _output(self, folder: Path, recording: Recording, row: Mapping[str, Any]) -> Any:
@@ -178,6 +188,15 @@ class CommandAgent:
             if isinstance(said, dict) and "score" in said:  # a bare number may be the agent's answer
                 return said
         return None
+
+
+async def sent_row(model: ServedModel, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row as an agent is given it, with pictures as it can send them; MediaError for one that cannot
+    be read.
+    """
+    if model.reader is None:
+        return dict(row)
+    return await asyncio.to_thread(model.reader.as_sent, dict(row))
 
 
 def _raise_cause(recording: Recording) -> None:

@@ -121,9 +121,14 @@ class AgentBuilder:
         from hybridflow.agent.black_box import BlackBoxes
 
         agent = self._rollout.agent
+        reason = reads_text_alone(self._config)
+        pictures: dict[str, Any] = {"reader": self._reader}
+        if reason is not None:
+            pictures = {"pictures_refused": reason}
         return BlackBoxes(
             self._tokenizer,
             self._template,
+            **pictures,
             hosts=self.hosts,
             address=(agent.endpoint_host, agent.endpoint_port),
             max_model_len=longest_row(self._config)[0],

@@ -37,7 +37,15 @@ from hybridflow.rollout.server.app import API_PATHS, Gate, build_api
 from hybridflow.rollout.server.errors import ApiError, ErrorResponse, refuse
 from hybridflow.rollout.server.job import Job, chat_job, completion_job
 from hybridflow.rollout.server.model import ServedModel
-from hybridflow.rollout.server.prompts import Check, JobReaders, check_characters, template_errors_refused
+from hybridflow.rollout.server.prompts import (
+    Check,
+    JobReaders,
+    SentPictures,
+    check_characters,
+    picture_prompt,
+    template_errors_refused,
+    text_in,
+)
 from hybridflow.rollout.server.reading import ChoiceReader, Piece
 from hybridflow.rollout.server.run import LoopServer
 from hybridflow.rollout.server.schema import ChatBody, CompletionBody, SamplingBody
@@ -97,6 +105,7 @@ class Endpoint:
             max_body_bytes=self.limits.max_body_bytes,
             metrics=ServerCounts(model.name),
             paths=API_PATHS,
+            size_option=": send a shorter conversation, or smaller pictures",
         )
 
     @asynccontextmanager
@@ -158,7 +167,7 @@ def _has_ended() -> ApiError:
 class _Answered:
     """A conversation up to an answer that was sampled here."""
 
-    token_ids: list[int]
+    prompt: Prompt
     """Its prompt and its output."""
     last_token: int | None
     """Stop token with which the output ended; None where something else ended it."""
@@ -247,7 +256,7 @@ class Recording:
         place = choice // job.body.n
         prompt = job.prompts[place]
         try:
-            output = await self._policy.generate(Prompt(tuple(prompt)), sampling=job.sampling[place])
+            output = await self._policy.generate(prompt, sampling=job.sampling[place])
         except LengthReached as error:
             self._fail(error)
             raise ApiError(400, str(error), code="context_length_exceeded") from error
@@ -271,18 +280,25 @@ class Recording:
         last_token = None
         if output.finish_reason == "stop" and isinstance(output.stop_reason, int):
             last_token = output.token_ids[-1]
-        key = _key(self.messages, job.template_options)
-        self._answered[key] = _Answered([*job.prompts[0], *output.token_ids], last_token)
+        key = _key(self.messages, job.template_options, job.pictures)
+        (prompt,) = job.prompts
+        whole = Prompt((*prompt.token_ids, *output.token_ids), prompt.media)
+        self._answered[key] = _Answered(whole, last_token)
 
     def _prompt_of(
-        self, check: Check, messages: list[Message], options: dict[str, Any], behind: str
-    ) -> list[int]:
-        """Return the ids of a conversation: recorded ones as far as it continues an answer of ours."""
-        check_characters("messages", sum(len(message["content"]) for message in messages), self.model)
+        self,
+        check: Check,
+        messages: list[Message],
+        options: dict[str, Any],
+        behind: str,
+        pictures: SentPictures,
+    ) -> Prompt:
+        """Return the prompt of a conversation: the recorded one as far as it continues an answer of ours."""
+        check_characters("messages", sum(len(text_in(each["content"])) for each in messages), self.model)
         check()
         tools = options.get("tools")
         given = encode_rendered(self.model.tokenizer, behind)
-        key = _key(messages, options)
+        key = _key(messages, options, pictures.digests)
         for length in range(len(messages) - 1, 0, -1):
             answered = self._answered.get(key[: length + 1])
             if answered is None:
@@ -293,9 +309,12 @@ class Recording:
             except DataError as error:
                 logger.debug("a new row for a conversation that continues: %s", error)
                 break
-            return [*answered.token_ids, *after, *given]
+            num_read = sum(len(_places(message)) for message in messages[:length])
+            files = pictures.files[num_read:]
+            return picture_prompt("messages", [*after, *given], files, self.model, answered.prompt)
         with template_errors_refused():
-            return [*self._endpoint.template.begin(messages, tools), *given]
+            ids = [*self._endpoint.template.begin(messages, tools), *given]
+        return picture_prompt("messages", ids, pictures.files, self.model)
 
     def _under_the_run(self, body: BodyT, **changes: Any) -> BodyT:
         """Return a request without the fields that the run decides, and warn of those that it set."""
@@ -348,24 +367,33 @@ def _named_results(messages: Sequence[Message], start: int) -> list[Message]:
     return new
 
 
-def _key(messages: Sequence[Message], options: dict[str, Any]) -> Key:
+def _key(messages: Sequence[Message], options: dict[str, Any], pictures: Sequence[str]) -> Key:
     """Return what two equal conversations have in common, however a client writes them: their options, and
-    for each message what it means.
+    for each message what it means. `pictures` are the digests of their pictures.
     """
-    return (_as_text(options), *map(_meaning, messages))
+    left = iter(pictures)
+    return (_as_text(options), *(_meaning(message, left) for message in messages))
 
 
-def _meaning(message: Message) -> Hashable:
-    text = message.get("content") or ""
+def _places(message: Message) -> list[int]:
+    """Return the numbers of the parts of a message that are pictures."""
+    content = message.get("content")
+    parts = content if isinstance(content, list) else []
+    return [number for number, part in enumerate(parts) if part["type"] == "image"]
+
+
+def _meaning(message: Message, pictures: Iterator[str]) -> Hashable:
+    text = text_in(message.get("content"))
     if message["role"] == "assistant":
         text = text.strip()  # clients do so, too
+    shown = tuple((place, next(pictures)) for place in _places(message))
     calls = []
     for call in message.get("tool_calls", ()):
         arguments = call["function"]["arguments"]
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
         calls.append((call["function"]["name"], _as_text(arguments)))
-    return (message["role"], text, message.get("reasoning_content"), *calls)
+    return (message["role"], text, shown, message.get("reasoning_content"), *calls)
 
 
 def _as_text(value: Any) -> str:

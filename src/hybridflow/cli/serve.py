@@ -111,6 +111,12 @@ def _add_limits(serve: argparse.ArgumentParser) -> None:
         help="seconds that running requests have at the end (default: %(default)s)",
     )
 
+    serve.add_argument(
+        "--fetch-media",
+        action="store_true",
+        help="fetch pictures that requests name by an http address; the server then asks whomever they name",
+    )
+
 
 def check_server(command: str, **counts: int | None) -> None:
     """Raise ConfigError where a library of servers is missing, and for an option that counts something and is
@@ -203,6 +209,7 @@ def _settings(options: argparse.Namespace, stack: ExitStack) -> Any:
         tool_parser=options.tool_call_parser,
         chat_template=options.chat_template,
         trust_remote_code=options.trust_remote_code,
+        fetch_media=options.fetch_media,
         limits=ServerLimits(
             max_queue=options.max_queue,
             max_body_bytes=int(options.max_body_mb * 2**20),

@@ -106,7 +106,9 @@ class BaseDataConfig:
         "read.",
     )
     fetch_media: bool = key(
-        False, "Fetch pictures and videos that are given as http addresses; otherwise such rows are left out."
+        False,
+        "Fetch pictures and videos that are given as http addresses; otherwise such rows are left out, and "
+        "such requests of agents are refused.",
     )
 
 

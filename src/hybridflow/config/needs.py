@@ -198,8 +198,6 @@ def reads_text_alone(config: PPOConfig) -> str | None:
     rollout = config.actor_rollout_ref.rollout
     if rollout.name != "native":
         return f"actor_rollout_ref.rollout.name={rollout.name} is given token ids alone: set it to native"
-    if rollout.agent.command:
-        return "a command (agent.command) is given text alone: leave it out, or the pictures"
     for block, role in (
         ("actor_rollout_ref.actor", config.actor_rollout_ref.actor),
         ("critic", config.critic),

@@ -25,6 +25,7 @@ from hybridflow.data.pictures import (
     read_picture,
     read_video,
     thumbnail,
+    url_of,
 )
 from hybridflow.data.processor import Expanded, MediaProcessor, Read, load_processor
 from hybridflow.data.tokenizer import Tokenizer
@@ -110,6 +111,31 @@ class MediaReader:
             )
         return ready, found
 
+    def as_sent(self, row: Row) -> dict[str, Any]:
+        """Return a row as an agent sends it on over HTTP: its column of pictures has URLs, and its messages
+        have them in parts of OpenAI's form. MediaError where a picture cannot be read, and for videos.
+        """
+        sent = dict(row)
+        if self._column("video", row):
+            raise MediaError(
+                "videos are not sent over HTTP: give the row their frames as pictures, or leave them out"
+            )
+        if pictures := self._column("image", row):
+            sent[str(self.config.image_key)] = [url_of(picture) for picture in pictures]
+        prompt = row.get("raw_prompt")
+        if isinstance(prompt, str) or not prompt:
+            return sent
+        messages, sources = self.in_parts(prompt, row, of_agent=True)
+        if not sources:
+            return sent
+        urls = iter([url_of(source.value) for source in sources])
+        for message in messages:
+            content = message.get("content")
+            for part in content if isinstance(content, list) else ():
+                if part["type"] == "image":
+                    part |= {"type": "image_url", "image_url": {"url": next(urls)}}
+        return {**sent, "raw_prompt": messages}
+
     def of_text(self, row: Row) -> list[MediaSource]:
         """Return the media of a row whose prompt is a text with the model's own placeholders."""
         kinds: tuple[MediumKind, ...] = ("image", "video")
@@ -132,6 +158,11 @@ class MediaReader:
             except MediaError as error:
                 raise MediaError(f"{source.kind} {number}: {error}") from error
         return reads
+
+    @staticmethod
+    def of_files(files: Sequence[bytes]) -> list[MediaSource]:
+        """Return pictures by the bytes of their files."""
+        return [MediaSource("image", file) for file in files]
 
     def has_media(self, token_ids: Sequence[int]) -> bool:
         """Return whether there are pictures or videos among expanded token ids."""

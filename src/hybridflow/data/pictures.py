@@ -3,6 +3,7 @@
 path │ bytes │ data:image/png;base64,… │ PIL │ {bytes, path} │ {image: …}  ──read_picture──► RGB picture
                                                                             ──picture_size──► width, height
 list of pictures │ a file with several, such as GIF │ {video: …, fps}      ──read_video────► frames, fps
+data URL or address of a client, in a request over HTTP                    ──sent_file─────► bytes of a file
 
 What tools and environments answer with is packed first: pictures become data URLs, which any process and any
 file of JSON can hold.
@@ -11,12 +12,13 @@ file of JSON can hold.
 from __future__ import annotations
 
 import base64
-import binascii
 import io
 import math
+import time
 import urllib.request
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,13 @@ FETCH_KEY = "data.fetch_media"
 MOST_BYTES = 64 * 2**20
 """Most bytes of a picture that is fetched from an address."""
 FETCH_SECONDS = 30.0
+"""Deadline of one fetch."""
+SENT_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
+"""Formats that a client may send: those of OpenAI's and Anthropic's interfaces. Others have decoders that few
+need and that a hostile file could aim at.
+"""
+MOST_SENT_PIXELS = 2**25
+"""Most pixels of a picture that a client sends, such as 7680 × 4320: some 100 MB once it is decoded."""
 SHOWN_SIDE = 160
 """Pixels of the longer side of a picture that is kept for readers of samples."""
 SHOWN_BYTES = 8192
@@ -75,6 +84,49 @@ def picture_size(value: Any, *, fetch: bool = False) -> tuple[int, int]:
             return size
     # the pixels can be right where checksums are not
     return read_picture(held, fetch=fetch).size
+
+
+def sent_file(url: str, *, fetch: bool) -> tuple[bytes, int]:
+    """Return the file of a picture that a client has sent, and its number of pixels; MediaError says why not.
+
+    `url` is a data URL or, with `fetch`, an http address. Nothing is decoded. No path is taken: a client may
+    not have this machine's files read.
+    """
+    name = f"a URL that begins {url[:40]!r}"
+    is_data = url.startswith("data:image/") and url.partition(",")[0].endswith(";base64")
+    if not is_data and not url.startswith(("http://", "https://")):
+        raise MediaError(f"got {name}, wanted data:image/png;base64,… with the picture's own bytes")
+    if not is_data and not fetch:
+        raise MediaError(
+            f"got {name}, an address, and nothing is fetched here: send data:image/png;base64,… with the "
+            f"picture's own bytes, or let addresses be fetched (--fetch-media of a server, {FETCH_KEY}=true "
+            "of a run)"
+        )
+    content = _content(url, url[:200], fetch)
+    try:
+        with Image.open(io.BytesIO(content), formats=SENT_FORMATS) as picture:
+            pixels = picture.width * picture.height
+    except Image.DecompressionBombError as error:
+        raise MediaError(_too_many_pixels(str(error))) from error
+    except Exception as error:  # a hostile file: decoders raise all sorts of errors
+        raise MediaError(
+            f"its {len(content)} bytes are no picture that can be read ({type(error).__name__}): send a file "
+            f"of {', '.join(SENT_FORMATS)}"
+        ) from error
+    if pixels > MOST_SENT_PIXELS:
+        raise MediaError(_too_many_pixels(f"it has {pixels} pixels"))
+    return content, pixels
+
+
+def _too_many_pixels(got: str) -> str:
+    return f"{got}, and at most {MOST_SENT_PIXELS} are read: send it smaller"
+
+
+def url_of(value: Any) -> str:
+    """Return a picture as a URL that can be sent: an address as it is, else a data URL. MediaError as
+    `pack_media`.
+    """
+    return str(pack_media(_unwrapped(value)))
 
 
 def pack_media(value: Any) -> Any:
@@ -219,7 +271,7 @@ def _content(address: str, name: str, fetch: bool) -> bytes:
     if address.startswith("data:"):
         try:
             return base64.b64decode(address.partition(",")[2], validate=True)
-        except binascii.Error as error:
+        except ValueError as error:  # a letter that is not of base64, or not of ASCII
             raise MediaError(f"the data URL {name[:40]}… is no base64: {error}") from error
     if address.startswith(("http://", "https://")):
         if not fetch:
@@ -227,15 +279,27 @@ def _content(address: str, name: str, fetch: bool) -> bytes:
                 f"{name} is an address, and nothing is fetched while training: download the pictures, or set "
                 f"{FETCH_KEY}=true"
             )
-        try:
-            with urllib.request.urlopen(address, timeout=FETCH_SECONDS) as answer:
-                content: bytes = answer.read(MOST_BYTES + 1)
-        except (OSError, ValueError) as error:
-            raise MediaError(f"{address[:200]} cannot be fetched: {error}") from error
-        if len(content) > MOST_BYTES:
-            raise MediaError(f"{address[:200]} has more than {MOST_BYTES} bytes")
-        return content
+        return _fetched(address)
     try:
         return Path(address.removeprefix("file://")).expanduser().read_bytes()
     except OSError as error:
         raise MediaError(f"{name} cannot be read: {error.strerror or error}") from error
+
+
+def _fetched(address: str) -> bytes:
+    """Return what is at an address; MediaError where it takes too long, or is too large."""
+    ends = time.monotonic() + FETCH_SECONDS
+    content = bytearray()
+    try:
+        with urllib.request.urlopen(address, timeout=FETCH_SECONDS) as answer:
+            while piece := answer.read1(2**16):
+                content += piece
+                if len(content) > MOST_BYTES:
+                    raise MediaError(f"{address[:200]} has more than {MOST_BYTES} bytes")
+                if time.monotonic() > ends:
+                    raise MediaError(f"{address[:200]} was not whole after {FETCH_SECONDS:g} s")
+    except MediaError:
+        raise
+    except (OSError, ValueError, HTTPException) as error:
+        raise MediaError(f"{address[:200]} cannot be fetched: {error}") from error
+    return bytes(content)

@@ -42,10 +42,6 @@ def test_a_critic_reads_the_pictures_too(tmp_path: Path) -> None:
     ("keys", "said"),
     [
         (["actor_rollout_ref.rollout.name=hf"], "rollout.name=hf is given token ids alone: set it to native"),
-        (
-            ["actor_rollout_ref.rollout.agent.command=[ls]"],
-            r"a command \(agent.command\) is given text alone",
-        ),
     ],
 )
 def test_what_reads_text_alone_is_refused(keys: list[str], said: str, tmp_path: Path) -> None:
@@ -67,11 +63,14 @@ def test_ranks_that_share_rows_read_no_pictures(tmp_path: Path) -> None:
 
 
 def test_an_agent_that_reads_text_alone_is_named(tmp_path: Path) -> None:
-    (tmp_path / "agent.py").write_text("def run(base_url, row):\n    return 1.0\n")
-    key = f"actor_rollout_ref.rollout.agent.default_agent_loop='{tmp_path / 'agent.py'}:run'"
+    (tmp_path / "agent.py").write_text(
+        "class Own:\n    reads_text_alone = True\n    def __init__(self, tokenizer): ...\n"
+        "    async def run(self, episode, policy): ...\n"
+    )
+    key = f"actor_rollout_ref.rollout.agent.default_agent_loop='{tmp_path / 'agent.py'}:Own'"
     config = ppo_config(picture_model(), tmp_path / "run", *PICTURES, key)
     with (
-        pytest.raises(ConfigError, match=r"pictures, and the agent .*:run reads the text of a row"),
+        pytest.raises(ConfigError, match=r"pictures, and the agent .*:Own reads the text of a row"),
         build(config),
     ):
         pass
@@ -142,3 +141,48 @@ def test_generation_and_training_agree_to_the_bit_with_pictures(tmp_path: Path) 
     )
     steps, _ = zoomed(tmp_path, *keys)
     assert [steps[step]["training/rollout_log_probs_diff_max"] for step in (1, 2)] == [0.0, 0.0]
+
+
+AGENT = """
+import base64, io
+import httpx
+from PIL import Image
+
+async def run(base_url, row):
+    messages = list(row["raw_prompt"])
+    score = 0.0
+    picture = Image.open(io.BytesIO(base64.b64decode(row["images"][0].partition(",")[2])))
+    async with httpx.AsyncClient(timeout=600) as client:
+        for turn in range(2):
+            body = {"messages": messages, "return_token_ids": True}
+            answer = await client.post(base_url + "/chat/completions", json=body)
+            (choice,) = answer.raise_for_status().json()["choices"]
+            score += choice["token_ids"][0] % 7 / 7
+            messages.append(choice["message"])
+            file = io.BytesIO()
+            picture.crop((0, 0, 8, 8 * turn + 8)).resize((16, 16)).save(file, "PNG")
+            shown = "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
+            parts = [{"type": "image_url", "image_url": {"url": shown}}, {"type": "text", "text": "red ?"}]
+            messages.append({"role": "user", "content": parts})
+    return score
+"""
+
+
+@pytest.mark.parametrize(("keys", "most"), [((), 1e-5), (("actor_rollout_ref.rollout.exact=true",), 0.0)])
+def test_an_agent_of_a_base_url_sends_pictures_that_are_trained_on(
+    tmp_path: Path, keys: tuple[str, ...], most: float
+) -> None:
+    (tmp_path / "agent.py").write_text(AGENT)
+    agent = f"actor_rollout_ref.rollout.agent.default_agent_loop='{tmp_path / 'agent.py'}:run'"
+    grouper = f"actor_rollout_ref.actor.use_prefix_grouper={'false' if keys else 'true'}"
+    keys = ("data.task.name=red_squares", agent, *TURNS, grouper, *keys)
+    with build(ppo_config(picture_model(), tmp_path / "run", *keys)) as trainer:
+        trainer.fit()
+    steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    for step in (1, 2):
+        assert steps[step]["training/rollout_log_probs_diff_max"] <= most
+        assert steps[step]["actor/grad_norm"] > 0 and steps[step]["agent/num_rows/mean"] == 1.0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "samples" / "1.jsonl").read_text().splitlines()]
+    for row in rows:
+        assert [bool(medium.get("in_response")) for medium in row["media"]] == [False, True]
+        assert row["response"].count("<|image_pad|>") == 1 == row["prompt"].count("<|image_pad|>")

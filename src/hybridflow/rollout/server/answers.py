@@ -186,7 +186,7 @@ class ChoicesAnswer(AnswerWriter):
                 choice["token_ids"] = piece.token_ids
                 if is_first:
                     place = beside if self.has_one_prompt else choice
-                    place["prompt_token_ids"] = self.job.prompts[piece.choice // self.job.body.n]
+                    place["prompt_token_ids"] = self.job.prompts[piece.choice // self.job.body.n].token_ids
             choices.append(choice)
         return {"choices": choices, **beside}
 

@@ -29,7 +29,7 @@ from hybridflow.rollout.server.errors import MESSAGES_PATH, ApiError, ErrorRespo
 from hybridflow.rollout.server.job import Job
 from hybridflow.rollout.server.messages import MessagesAnswer, MessagesBody
 from hybridflow.rollout.server.model import ServedModel
-from hybridflow.rollout.server.prompts import Check, JobReaders
+from hybridflow.rollout.server.prompts import PICTURE_WORDS, Check, JobReaders
 from hybridflow.rollout.server.reading import Piece
 from hybridflow.rollout.server.responses import ResponsesAnswer, ResponsesBody
 from hybridflow.rollout.server.schema import ChatBody, CompletionBody
@@ -164,10 +164,12 @@ async def _answer(
 
     _check_model(body.model, service.model)
     service.check_open()
-    num_bytes = len(await request.body())
+    sent = await request.body()
+    pictures = service.model.reader is not None and PICTURE_WORDS.search(sent) is not None
 
     async def answered() -> Response:
-        job = await service.readers.run(make, num_bytes)  # away from the event loop
+        # away from the event loop
+        job = await service.readers.run(make, len(sent), pictures=pictures)
         answer = answer_of(job, service.model)
         if job.body.stream:
             return EventStream(service, job, answer)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from hybridflow.config.data import BaseDataConfig
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer, text_of
 from hybridflow.distributed.accelerators import GPU, features
 from hybridflow.distributed.device import num_devices, resolve_device
@@ -58,6 +59,8 @@ class ServeSettings:
     """Name of the parser of tool calls; None: found by the chat template."""
     chat_template: Path | None = None
     trust_remote_code: bool = False
+    fetch_media: bool = False
+    """Fetch pictures that requests name by an http address."""
     limits: ServerLimits = field(default_factory=ServerLimits)
 
 
@@ -80,6 +83,12 @@ def build_service(settings: ServeSettings) -> Service:
             f"--max-model-len {settings.max_model_len}: the model has {positions or 'no number of'} "
             "positions; give a number up to that"
         )
+    reader = None
+    if policy.vision is not None:
+        from hybridflow.data.media import MediaReader  # its image processors take seconds to import
+
+        data = BaseDataConfig(fetch_media=settings.fetch_media, trust_remote_code=settings.trust_remote_code)
+        reader = MediaReader.of_model(tokenizer, data)
     model = ServedModel(
         settings.name,
         tokenizer,
@@ -87,6 +96,7 @@ def build_service(settings: ServeSettings) -> Service:
         max_model_len=longest,
         tool_parser=parser,
         chat_template=template if settings.chat_template else None,
+        reader=reader,
     )
     client = LLMClient(
         [

@@ -11,15 +11,18 @@ from typing import Any
 
 from hybridflow.data.tokenizer import Tokenizer, render_chat
 from hybridflow.errors import RolloutError
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import SamplingParams
 from hybridflow.rollout.server.errors import ApiError, refuse
 from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.prompts import (
     Check,
+    SentPictures,
     check_count,
     check_ids,
     completion_prompts,
     encode_text,
+    picture_prompt,
     template_errors_refused,
     template_message,
 )
@@ -58,7 +61,7 @@ class Job:
 
     body: SamplingBody
     """The request, which also says how it is to be answered."""
-    prompts: list[list[int]]
+    prompts: list[Prompt]
     sampling: list[SamplingParams]
     """Sampling parameters of each prompt."""
     log_probs: bool = False
@@ -70,6 +73,14 @@ class Job:
     """Messages of a chat as its template takes them."""
     template_options: dict[str, Any] = field(default_factory=dict)
     """Arguments of the chat template; `tools` are among them."""
+    pictures: list[str] = field(default_factory=list)
+    """Digests of the pictures of a chat, in the order of their places."""
+
+    @property
+    def media_bytes(self) -> int:
+        """Bytes of what the model reads of its pictures."""
+        media = (medium for prompt in self.prompts for medium in prompt.media)
+        return sum(value.nbytes for medium in media for value in medium.values.values())
 
 
 def completion_job(body: CompletionBody, model: ServedModel, check: Check) -> Job:
@@ -95,8 +106,8 @@ def completion_job(body: CompletionBody, model: ServedModel, check: Check) -> Jo
     return Job(body, prompts, sampling, log_probs=body.logprobs is not None, echo=texts)
 
 
-PromptOf = Callable[[list[dict[str, Any]], dict[str, Any], str], list[int]]
-"""Makes token ids of messages, options of the template, and a text behind what the template writes."""
+PromptOf = Callable[[list[dict[str, Any]], dict[str, Any], str, SentPictures], Prompt]
+"""Makes a prompt of messages, options of the template, a text behind what that writes, and pictures."""
 
 
 def chat_job(body: ChatBody, model: ServedModel, check: Check, prompt_of: PromptOf | None = None) -> Job:
@@ -108,15 +119,17 @@ def chat_job(body: ChatBody, model: ServedModel, check: Check, prompt_of: Prompt
     _check_chat(body)
     use = _tool_use(body, model)
     options = _template_options(body, model)
-    messages = [template_message(message, place) for place, message in enumerate(body.messages)]
+    pictures = SentPictures(model, check)
+    messages = [template_message(message, place, pictures) for place, message in enumerate(body.messages)]
     check()
     if prompt_of is None:
         begins = body.add_generation_prompt and not body.continue_final_message
         with template_errors_refused():
             text = render_chat(model.tokenizer, messages, options, add_generation_prompt=begins)
-        prompt = encode_text("messages", text + use.opening, model, check)
+        ids = encode_text("messages", text + use.opening, model, check)
+        prompt = picture_prompt("messages", ids, pictures.files, model)
     else:
-        prompt = prompt_of(messages, options, use.opening)
+        prompt = prompt_of(messages, options, use.opening, pictures)
     limit = body.max_completion_tokens or body.max_tokens
     top = body.top_logprobs or 0
     sampling = sampling_of(body, model, len(prompt), max_tokens=limit, top_log_probs=top)
@@ -128,6 +141,7 @@ def chat_job(body: ChatBody, model: ServedModel, check: Check, prompt_of: Prompt
         tools=use,
         messages=messages,
         template_options=options,
+        pictures=pictures.digests,
     )
 
 

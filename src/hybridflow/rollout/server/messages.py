@@ -6,7 +6,7 @@ MessagesBody ──chat──► ChatBody ──► Job ──► pieces ──M
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 from uuid import uuid4
 
@@ -16,7 +16,7 @@ from hybridflow.rollout.server.answers import BlocksAnswer, call_id
 from hybridflow.rollout.server.errors import ApiError, refuse
 from hybridflow.rollout.server.job import Job
 from hybridflow.rollout.server.model import ServedModel
-from hybridflow.rollout.server.prompts import joined_text
+from hybridflow.rollout.server.prompts import chat_content, joined_text
 from hybridflow.rollout.server.reading import Piece
 from hybridflow.rollout.server.schema import (
     MAX_ENTRIES,
@@ -112,7 +112,7 @@ def _chat_messages(turn: Turn, param: str) -> list[dict[str, Any]]:
     """Return a turn as messages of a chat: each result of a tool is a separate one."""
     if isinstance(turn.content, str):
         return [{"role": turn.role, "content": turn.content}]
-    texts = []
+    parts = []
     calls = []
     results = []
     for place, block in enumerate(turn.content):
@@ -121,16 +121,32 @@ def _chat_messages(turn: Turn, param: str) -> list[dict[str, Any]]:
             arguments = json.dumps(block.get("input"))
             calls.append({"id": block.get("id"), **_named(block.get("name"), arguments=arguments)})
         elif kind == "tool_result" and turn.role == "user":
-            content = joined_text(block.get("content"), f"{param}[{place}].content")
+            content = _content(block.get("content"), f"{param}[{place}].content")
             results.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
         else:
-            texts.append(joined_text([block], f"{param}[{place}]"))
-    messages = results
+            parts.append(block)
+    messages: list[dict[str, Any]] = results
+    said = {"role": turn.role, "content": _content(parts, param)}
     if calls:
-        messages.append({"role": "assistant", "content": "".join(texts), "tool_calls": calls})
-    elif texts or not results:
-        messages.append({"role": turn.role, "content": "".join(texts)})
+        messages.append({**said, "tool_calls": calls})
+    elif parts or not results:
+        messages.append(said)
     return messages
+
+
+def _content(content: str | list[dict[str, Any]] | None, param: str) -> str | list[dict[str, Any]]:
+    """Return text and pictures as a content of chat."""
+    return chat_content(content, param, "image", _url)
+
+
+def _url(block: Mapping[str, Any]) -> Any:
+    """Return the URL of a block with a picture; None where it has none."""
+    source = block.get("source")
+    if not isinstance(source, dict):
+        return None
+    if source.get("type") == "base64":
+        return f"data:{source.get('media_type')};base64,{source.get('data')}"
+    return source.get("url")
 
 
 class MessagesAnswer(BlocksAnswer):

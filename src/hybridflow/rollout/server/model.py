@@ -9,10 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
-from hybridflow.data.tokenizer import Tokenizer, text_of, without_special
+from hybridflow.data.tokenizer import Tokenizer, render_chat, text_of, without_special
 from hybridflow.tools.parsers.response import OtherFormats
 from hybridflow.tools.parsers.source import overlap
+
+if TYPE_CHECKING:  # it needs the image processors of transformers, which a model of text has no use for
+    from hybridflow.data.media import MediaReader
 
 BROKEN = "\ufffd"
 """Character that a decoder writes for incomplete bytes of a character."""
@@ -21,6 +25,9 @@ MOST_PENDING = 3
 MOST_PENDING_OF_RUNS = 64
 """The same for byte tokens of SentencePiece: they are decoded as one run, all broken while the last one is.
 """
+TEXT_MODEL = "the model reads text only: leave the picture out, or use one that reads pictures"
+PROBE = "Vbn3wC"
+"""A text that no chat template writes by itself."""
 CONTEXT = 6
 """Tokens before the response that are decoded with it: some tokenizers drop a space at the start of a text.
 """
@@ -44,6 +51,20 @@ class ServedModel:
     """Other formats in which the model was seen to write calls."""
     any_name: bool = False
     """Whether requests may ask for it by any name, as those of agents do that were written for another."""
+    reader: MediaReader | None = None
+    """Reads the pictures of requests; None: they are refused."""
+    pictures_refused: str = TEXT_MODEL
+    """Why they are refused without a reader."""
+
+    @cached_property
+    def takes_texts(self) -> bool:
+        """Whether the chat template writes a content that is a text; that of SmolVLM takes parts alone."""
+        message = {"role": "user", "content": PROBE}
+        options = {"chat_template": self.chat_template} if self.chat_template else {}
+        try:
+            return PROBE in render_chat(self.tokenizer, [message], options, add_generation_prompt=True)
+        except Exception:  # a program of the model's, which a request will hear of
+            return True
 
     @cached_property
     def names(self) -> TokenNames:

@@ -4,6 +4,7 @@ read by the same code.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from hybridflow.data.tokenizer import text_of
@@ -11,6 +12,7 @@ from hybridflow.rollout.base import GenerationOutput, PartialOutput
 from hybridflow.rollout.server.errors import ApiError
 from hybridflow.rollout.server.job import Job
 from hybridflow.rollout.server.model import Detokenizer, ServedModel, StopCutter
+from hybridflow.rollout.server.prompts import text_in
 from hybridflow.tools.parsers import KNOWN_TAGS, TOOL_PARSERS, ToolCall
 from hybridflow.tools.parsers.base import CallParser
 from hybridflow.tools.parsers.response import (
@@ -63,10 +65,11 @@ class ChoiceReader:
         self.num_tokens = 0
         self.num_calls = 0
         prompt = choice // job.body.n
-        self._parser = self._parser_behind(job.prompts[prompt])
+        token_ids = job.prompts[prompt].token_ids
+        self._parser = self._parser_behind(token_ids)
         self._detokenizer = Detokenizer(
             model.tokenizer,
-            job.prompts[prompt],
+            token_ids,
             skip_special_tokens=job.body.skip_special_tokens,
             keep=KNOWN_TAGS if self._parser else frozenset(),
         )
@@ -76,7 +79,7 @@ class ChoiceReader:
         if self._parser is not None and job.tools.opening:
             self._first = self._parser.feed(job.tools.opening)
 
-    def _parser_behind(self, prompt: list[int]) -> CallParser | None:
+    def _parser_behind(self, prompt: Sequence[int]) -> CallParser | None:
         """Return the parser of a response to a prompt, where it may have calls."""
         tools = self.job.tools
         if not tools.parser:
@@ -84,7 +87,7 @@ class ChoiceReader:
         options = self.job.template_options
         in_thinking = ends_in_thinking(text_of(self.model.tokenizer, prompt[-PROMPT_END:]))
         if options.get("continue_final_message"):
-            in_thinking = leaves_thinking(self.job.messages[-1]["content"])
+            in_thinking = leaves_thinking(text_in(self.job.messages[-1]["content"]))
         return TOOL_PARSERS[tools.parser](options["tools"], in_thinking=in_thinking)
 
     def read(self, output: PartialOutput | GenerationOutput) -> Piece:

@@ -17,7 +17,7 @@ from hybridflow.rollout.server.answers import BlocksAnswer, call_id
 from hybridflow.rollout.server.errors import ApiError, refuse
 from hybridflow.rollout.server.job import Job
 from hybridflow.rollout.server.model import ServedModel
-from hybridflow.rollout.server.prompts import joined_text
+from hybridflow.rollout.server.prompts import Content, chat_content, joined_text
 from hybridflow.rollout.server.reading import Piece
 from hybridflow.rollout.server.schema import (
     MAX_ENTRIES,
@@ -114,22 +114,26 @@ class ResponsesBody(OpenAIBody):
 def _message(item: Mapping[str, Any], param: str) -> dict[str, Any]:
     kind = item.get("type", "message")
     if kind == "message":
-        content = joined_text(item.get("content"), f"{param}.content", kinds=TEXT_PARTS)
-        message = {"role": item.get("role"), "content": content}
-        if message["role"] == "assistant":
-            message["tool_calls"] = []
-        return message
+        if item.get("role") == "assistant":
+            content = joined_text(item.get("content"), f"{param}.content", kinds=TEXT_PARTS)
+            return {"role": "assistant", "content": content, "tool_calls": []}
+        return {"role": item.get("role"), "content": _content(item.get("content"), f"{param}.content")}
     if kind == "function_call":
         function = {"name": item.get("name"), "arguments": item.get("arguments")}
         calls = [{"id": item.get("call_id"), "type": "function", "function": function}]
         return {"role": "assistant", "content": "", "tool_calls": calls}
     if kind == "function_call_output":
-        output = joined_text(item.get("output"), f"{param}.output", kinds=TEXT_PARTS)
+        output = _content(item.get("output"), f"{param}.output")
         return {"role": "tool", "tool_call_id": item.get("call_id"), "content": output}
     raise refuse(
         f"{param}.type",
         f"{kind!r} is not supported, only 'message', 'function_call' and 'function_call_output' are",
     )
+
+
+def _content(content: Content, param: str) -> str | list[dict[str, Any]]:
+    """Return text and pictures as a content of chat."""
+    return chat_content(content, param, "input_image", lambda part: part.get("image_url"), kinds=TEXT_PARTS)
 
 
 class ResponsesAnswer(BlocksAnswer):

@@ -25,7 +25,6 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from hybridflow.errors import RolloutError
-from hybridflow.protocol.prompt import Prompt
 from hybridflow.protocol.randomness import derive_seed
 from hybridflow.rollout.base import GenerationRequest
 from hybridflow.rollout.client import DeadlinePassed, LLMClient, Replica, ReplicaLost
@@ -48,6 +47,8 @@ class ServerLimits:
     """Responses that run or wait at once; more are answered with 429."""
     max_body_bytes: int = 16 * 2**20
     """A larger body is answered with 413."""
+    max_media_bytes: int = 4 * 2**30
+    """Bytes of pictures, as the model reads them, in all open requests; more are answered with 429."""
     send_timeout_s: float = 60.0
     """Seconds after which a stream is ended whose client reads nothing, so that its rows are free."""
     deadline_s: float | None = 600.0
@@ -66,6 +67,7 @@ class Service:
         self.draining = False
         """Whether the server is ending: running requests go on, and new ones are refused."""
         self.open_choices = 0
+        self.open_media_bytes = 0
         self._ids = itertools.count()
 
     def check_open(self) -> None:
@@ -95,11 +97,21 @@ class Service:
                 f"{self.limits.max_queue} (--max-queue): try again later",
                 code="queue_full",
             )
+        media = job.media_bytes
+        if media and self.open_media_bytes and self.open_media_bytes + media > self.limits.max_media_bytes:
+            raise ApiError(
+                429,
+                f"the pictures of open requests have {self.open_media_bytes} bytes as the model reads them, "
+                f"and {media} more would be over the limit of {self.limits.max_media_bytes}: try again later",
+                code="queue_full",
+            )
         self.open_choices += wanted
+        self.open_media_bytes += media
         try:
             yield
         finally:
             self.open_choices -= wanted
+            self.open_media_bytes -= media
 
     async def whole(self, job: Job) -> list[Piece]:
         """Return all responses, each as one piece; where one fails, abort the others and raise ApiError."""
@@ -141,12 +153,11 @@ class Service:
         seed = job.body.seed
         if seed is None:
             seed = secrets.randbits(63)
-        prompts = [Prompt(tuple(prompt)) for prompt in job.prompts]
         return [
             GenerationRequest(
                 next(self._ids), prompt, job.sampling[place], derive_seed(seed, "serve", place, number)
             )
-            for place, prompt in enumerate(prompts)
+            for place, prompt in enumerate(job.prompts)
             for number in range(job.body.n)
         ]
 

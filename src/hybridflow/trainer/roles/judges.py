@@ -226,7 +226,12 @@ class JudgeServer:
                 f"{KEYS}.model.tokenizer_path to one that has"
             )
         self._model = ServedModel(
-            str(model.path), tokenizer, shape.get_text_config().vocab_size, longest, any_name=True
+            str(model.path),
+            tokenizer,
+            shape.get_text_config().vocab_size,
+            longest,
+            any_name=True,
+            pictures_refused="the judge of a run is asked in text alone",
         )
         self._restarts = learned.rollout.max_restarts
         self._deadline_s = config.reward.timeout

@@ -22,6 +22,9 @@ JUDGE = "judge"
 so that a run outlives the loss of one.
 """
 
+VALIDATION = "validation"
+"""The role of the replica of `trainer.val_in_background`, and its pool where no other is named."""
+
 
 @dataclass(frozen=True)
 class RoleKeys:
@@ -38,6 +41,7 @@ class RoleKeys:
 ROLE_KEYS: Mapping[str, RoleKeys] = {
     "actor": RoleKeys("actor_rollout_ref.model", updates=ACTOR),
     "rollout": RoleKeys("actor_rollout_ref.model"),
+    VALIDATION: RoleKeys("actor_rollout_ref.model"),
     "reference": RoleKeys("actor_rollout_ref.ref.model", layout="actor_rollout_ref.ref"),
     "critic": RoleKeys("critic.model", layout="critic", updates="critic"),
     "teacher": RoleKeys("distillation.teacher_model"),

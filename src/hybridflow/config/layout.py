@@ -7,7 +7,7 @@ Each role has its keys as dotted paths: those of its model, its layout and its u
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.config.root import PPOConfig
@@ -231,6 +231,19 @@ def lives_alone(trainer: TrainerConfig, role: str) -> bool:
         name for other, named in trainer.placement.items() if other != role for name in pool_names(named)
     }
     return bool(pools) and {next(iter(pools)), *others}.isdisjoint(_pools_of(trainer, role))
+
+
+def without_validation(trainer: TrainerConfig) -> TrainerConfig:
+    """Return the keys of a run that validates between its steps, on devices that it has anyway."""
+    if not trainer.val_in_background:
+        return trainer
+    named = pool_names(trainer.placement[VALIDATION])
+    return replace(
+        trainer,
+        val_in_background=False,
+        resource_pools={name: nodes for name, nodes in trainer.resource_pools.items() if name not in named},
+        placement={role: pools for role, pools in trainer.placement.items() if role != VALIDATION},
+    )
 
 
 def mix_pools(trainer: TrainerConfig, role: str, other: str) -> bool:

@@ -122,6 +122,7 @@ WORDS = {
     "update": "updating the model",
     "update_weights": "passing the weights on",
     "testing": "validating",
+    "testing_in_background": "validating beside training",
     "val_gen": "generating",
     "val_reward": "scoring",
     "save_checkpoint": "saving a checkpoint",

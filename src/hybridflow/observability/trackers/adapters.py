@@ -135,6 +135,9 @@ class WandbTracker(LibraryTracker):
     def log_late(self, metrics: Mapping[str, float], step: int) -> None:
         self._late.append({**metrics, self.step_metric: step})
 
+    def log_samples(self, rows: Sequence[SampleRow], step: int) -> None:
+        super().log_samples(rows, max(step, self._newest))
+
     def close(self, outcome: Outcome = "finished") -> None:
         for row in self._late:
             self._newest += 1

@@ -213,8 +213,11 @@ class Trainer(Generic[Source, Step]):
         logged = self._log(made, batch, metrics, validation, step)
         self.expiry.step_took(self.timer.seconds("step"))
         self.expiry.save_took(self.state.saves.longest)
-        ends_soon = self.save_freq > 0 and self.expiry.due()
         self._log_finished_validation()
+        if self.beside is not None and self.validator is not None and self.state.validation_due:
+            self._validate(self.validator, step)
+            self.trackers.log({"timing_s/testing": self.timer.seconds("testing")}, step)
+        ends_soon = self.save_freq > 0 and self.expiry.due()
         if ends_soon or self._due(self.save_freq, step):
             is_older = self.beside is not None and self.beside.step not in (None, step)
             if not ends_soon and (is_older or step == self.total_steps):
@@ -230,6 +233,8 @@ class Trainer(Generic[Source, Step]):
         if self.validator is None or not self._due(self.test_freq, step):
             return {}
         self.state.validation_due = True
+        if self.beside is not None:
+            return {}  # it begins once the step is logged
         try:
             return self._validate(self.validator, step)
         except Stopped as stopped:
@@ -256,10 +261,10 @@ class Trainer(Generic[Source, Step]):
         except Stopped as stopped:
             if not stopped.at_once:
                 try:
-                    with suppress(HybridFlowError):  # an error of the validation is not why the run ends
-                        self._log_finished_validation()
                     if self._has_unsaved_steps():
                         self._save(self.state.step)
+                    with suppress(HybridFlowError):  # an error of the validation is not why the run ends
+                        self._log_finished_validation()
                 except Stopped as again:  # by a tracker that the save was reported to
                     if again.at_once:
                         raise

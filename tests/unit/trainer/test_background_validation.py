@@ -19,6 +19,7 @@ import pytest
 import torch
 from tiny_trainer import actor_module, build, metrics_of, ppo_config
 
+from hybridflow.api.callbacks import CallbackTracker
 from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.controller import RankInfo, WorkerHost
 from hybridflow.controller.local import LocalBackend
@@ -33,6 +34,7 @@ from hybridflow.trainer.ppo.background_validation import BackgroundValidation
 from hybridflow.trainer.ppo.build import PPOTrainer
 from hybridflow.trainer.roles.role_builders import facts_of
 from hybridflow.trainer.roles.roles import factories
+from hybridflow.trainer.stopping import newest_checkpoint
 from hybridflow.workers import RolloutGroup, RolloutWorker
 
 PATIENCE = 300.0
@@ -72,7 +74,7 @@ class Scene:
 
 @contextmanager
 def beside(
-    model: Path, run: Path, *overrides: str, patience: float = PATIENCE, startup_timeout: float = PATIENCE
+    model: Path, run: Path, *overrides: str, patience: float = PATIENCE, close_seconds: float = PATIENCE
 ) -> Iterator[Scene]:
     config = ppo_config(model, run, *KEYS, *overrides)
     facts = facts_of(config, load_tokenizer(str(config.data.tokenizer), False), 1, run)
@@ -111,7 +113,7 @@ def beside(
             start,
             None,
             patience=patience,
-            startup_timeout=startup_timeout,
+            close_seconds=close_seconds,
         )
         trainer.beside = own
         with closing(own):
@@ -337,7 +339,7 @@ def test_a_run_that_is_killed_redoes_what_was_under_way(
 ) -> None:
     run = tmp_path / "run"
     end = threading.Event()
-    with pytest.raises(Killed), beside(model, run, startup_timeout=0.01) as scene:
+    with pytest.raises(Killed), beside(model, run, close_seconds=0.01) as scene:
 
         def die() -> None:
             raise Killed
@@ -393,7 +395,7 @@ def test_a_signal_does_not_wait_and_the_same_command_goes_on(
 ) -> None:
     run = tmp_path / "run"
     end = threading.Event()
-    with stop_token.listening(), pytest.raises(Stopped), beside(model, run, startup_timeout=0.01) as scene:
+    with stop_token.listening(), pytest.raises(Stopped), beside(model, run, close_seconds=0.01) as scene:
         scene.before_validation[2] = let(end)
         scene.before_training[4] = lambda: os.kill(os.getpid(), signal.SIGTERM)
         scene.trainer.fit()
@@ -411,7 +413,7 @@ def test_a_signal_leaves_the_wait_for_the_last_one_which_is_made_up_for(
 ) -> None:
     run = tmp_path / "run"
     end = threading.Event()
-    with stop_token.listening(), pytest.raises(Stopped), beside(model, run, startup_timeout=0.01) as scene:
+    with stop_token.listening(), pytest.raises(Stopped), beside(model, run, close_seconds=0.01) as scene:
 
         def stop() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -430,6 +432,32 @@ def test_a_signal_leaves_the_wait_for_the_last_one_which_is_made_up_for(
     assert scene.events == [], "it is done"
 
 
+class Satisfied:
+    """Ends a run by the first validation that it hears of after a step."""
+
+    def __init__(self) -> None:
+        self.heard: list[int] = []
+
+    def on_validation(self, step: int, metrics: dict[str, float]) -> bool:
+        self.heard.append(step)
+        return step > 0
+
+
+def test_a_callback_that_hears_of_it_late_ends_the_run_in_order(model: Path, tmp_path: Path) -> None:
+    callback = Satisfied()
+    keys = ("trainer.test_freq=1", "trainer.save_freq=4")
+    with pytest.raises(Stopped), beside(model, tmp_path / "run", *keys) as scene:
+        second = threading.Event()
+        scene.before_training[2] = second.set
+        scene.before_validation[1] = let(second)  # so the trainer waits for it after step 2
+        scene.trainer.trackers.trackers.append(CallbackTracker([callback], tmp_path / "run"))
+        scene.trainer.fit()
+    assert callback.heard == [0, 1]
+    lines = metrics_of(tmp_path / "run")
+    assert sorted(lines) == [0, 1, 2] and lines[2]["training/global_step"] == 2
+    assert newest_checkpoint(tmp_path / "run") == tmp_path / "run" / "global_step_2"
+
+
 def test_the_seconds_beside_training_are_no_part_of_the_step(model: Path, tmp_path: Path) -> None:
     with beside(model, tmp_path / "run", "trainer.val_before_train=false") as scene:
         third = threading.Event()
@@ -437,5 +465,5 @@ def test_the_seconds_beside_training_are_no_part_of_the_step(model: Path, tmp_pa
         scene.before_validation[2] = let(third)
         scene.trainer.fit()
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
-    assert lines[2]["timing_s/testing_in_background"] > 0
+    assert lines[2]["timing_s/testing_in_background"] > 0 and lines[2]["timing_s/testing"] >= 0
     assert "timing_s/val_gen" not in lines[2] and "timing_s/val_gen" not in lines[3]

@@ -34,12 +34,14 @@ FIRST_PAUSE = 5.0
 """Seconds after a replica that did not start; each further pause is twice as long."""
 LOOK_SECONDS = 0.5
 """Longest wait after which the trainer's thread looks for a signal that ends the run."""
+CLOSE_SECONDS = 30.0
+"""Longest wait at the end of a run for a validation that is ended with it."""
 SECONDS = "timing_s/testing_in_background"
 """Metric: seconds that a validation has taken beside training."""
 
 
 @dataclass(eq=False)
-class Job:
+class ValidationJob:
     """A validation that is under way, or has ended and was not reported yet."""
 
     step: int
@@ -66,21 +68,21 @@ class BackgroundValidation:
         exact: ExactMode | None,
         *,
         patience: float,
-        startup_timeout: float,
+        close_seconds: float = CLOSE_SECONDS,
     ) -> None:
         """Start the replica. `start` starts it again where it is lost, and it generates in the mode `exact`.
 
-        After `patience` seconds of a wait a validation is given up; `startup_timeout` is that of `start`.
+        After `patience` seconds of a wait a validation is given up; `close` waits `close_seconds` for the end
+        of what it ends.
         """
         self._validator = validator
         self._actor = actor
         self._start = start
         self._exact = exact
         self._patience = patience
-        self._startup_timeout = startup_timeout
+        self._close_seconds = close_seconds
         self._lock = threading.Lock()  # while a replica is taken into use, or out of it
-        self._job: Job | None = None
-        self._thread: threading.Thread | None = None
+        self._job: ValidationJob | None = None
         self._group: RolloutGroup | None = self._started()
 
     @property
@@ -91,11 +93,10 @@ class BackgroundValidation:
     def begin(self, step: int) -> None:
         """Begin to measure the actor's weights as they are after the calls so far."""
         assert self._job is None, "one validation is under way at a time"
-        self._job = Job(step, stage_weights(self._actor, step))
-        self._thread = threading.Thread(
+        self._job = ValidationJob(step, stage_weights(self._actor, step))
+        threading.Thread(
             target=self._run, args=(self._job,), name=f"validation of step {step}", daemon=True
-        )
-        self._thread.start()
+        ).start()
 
     def finished(self) -> tuple[int, dict[str, float]] | None:
         """Return the step and the metrics of the validation that has ended, once; keep its samples.
@@ -145,11 +146,9 @@ class BackgroundValidation:
                 job.step,
             )
             self._leave(job)
-            job.over.wait(
-                self._startup_timeout
-            )  # a replica that is just being started comes to its end first
+            job.over.wait(self._close_seconds)  # also where a replica is just being started
 
-    def _leave(self, job: Job) -> None:
+    def _leave(self, job: ValidationJob) -> None:
         """End the replica of a validation that nobody waits for any longer."""
         with self._lock:
             job.given_up.set()
@@ -158,7 +157,7 @@ class BackgroundValidation:
         if group is not None:
             group.backend.shutdown()
 
-    def _run(self, job: Job) -> None:
+    def _run(self, job: ValidationJob) -> None:
         """Measure a job, in its thread."""
         began = time.perf_counter()
         try:
@@ -172,7 +171,7 @@ class BackgroundValidation:
         finally:
             job.over.set()
 
-    def _measure(self, job: Job) -> bool:
+    def _measure(self, job: ValidationJob) -> bool:
         """Measure a job in as many tries as it may have; return whether one has succeeded."""
         pause = 0.0
         for number in range(1, MOST_TRIES + 1):
@@ -207,7 +206,7 @@ class BackgroundValidation:
         logger.error("the validation of step %d is given up, and its numbers are missing", job.step)
         return False
 
-    def _used(self, job: Job, group: RolloutGroup) -> bool:
+    def _used(self, job: ValidationJob, group: RolloutGroup) -> bool:
         """Take a replica into use; return whether the job still wants it, else it is ended."""
         with self._lock:
             if not job.given_up.is_set():

@@ -289,19 +289,10 @@ def _trainer(
             validator.pipeline = RolloutPipeline(rewards, tokenizer, config, own, needs, traces)
             validator.timer = Timer(role=VALIDATION)
             starter = validation_starter(config, tokenizer, run.start, run.folder.nonfinite)
-            keys = config.trainer
-            beside = stack.enter_context(
-                closing(
-                    BackgroundValidation(
-                        validator,
-                        roles.actor,
-                        starter,
-                        mode,
-                        patience=keys.worker_timeout,
-                        startup_timeout=keys.startup_timeout,
-                    )
-                )
+            started_beside = BackgroundValidation(
+                validator, roles.actor, starter, mode, patience=config.trainer.worker_timeout
             )
+            beside = stack.enter_context(closing(started_beside))
         step = step_class(
             roles,
             config,

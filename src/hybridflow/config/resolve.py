@@ -101,7 +101,9 @@ def _validation_pool(config: PPOConfig, given: Set[str], notes: list[str]) -> Va
     width = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     others = trainer.resource_pools or {"train": [trainer.n_gpus_per_node] * trainer.nnodes}
     pools = {**others, VALIDATION: [width]}
-    notes.append(f"trainer.resource_pools={pools}: trainer.val_in_background has {width} more, of its own")
+    notes.append(
+        f"trainer.resource_pools={pools}: what was asked for, and {width} more for trainer.val_in_background"
+    )
     return {
         "trainer.resource_pools": pools,
         "trainer.placement": {**trainer.placement, VALIDATION: VALIDATION},

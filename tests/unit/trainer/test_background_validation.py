@@ -1,6 +1,6 @@
 """Validation beside training: the same numbers and the same run as where training waits for it, whatever
 happens to the replica and to the run. The replica is a second backend of this process, so that all is quick;
-`tests/e2e/test_background_validation.py` has it in a process of its own.
+`tests/e2e/test_background_validation_run.py` has it in a process of its own.
 """
 
 from __future__ import annotations
@@ -184,6 +184,21 @@ def test_numbers_and_weights_are_those_of_a_run_that_waits(
     texts = [(run / "validation" / "2.jsonl").read_text() for run in (tmp_path / "run", ordinary[0])]
     assert texts[0] == texts[1]
     assert len(scene.groups) == 1
+
+
+def test_batches_made_ahead_are_those_of_a_run_that_waits(model: Path, tmp_path: Path) -> None:
+    keys = ("trainer.schedule=one_step_off", "algorithm.rollout_correction.rollout_is=token")
+    with build(ppo_config(model, tmp_path / "waits", *KEYS, *keys)) as trainer:
+        trainer.fit()
+        wanted = weights(actor_module(trainer))
+    with beside(model, tmp_path / "run", *keys) as scene:
+        third = threading.Event()
+        scene.before_training[3] = third.set
+        scene.before_validation[2] = let(third)
+        scene.trainer.fit()
+        own = weights(scene.module)
+    assert_same(tmp_path / "run", tmp_path / "waits")
+    assert all(torch.equal(own[name], wanted[name]) for name in wanted)
 
 
 def test_one_is_under_way_at_a_time_and_the_next_one_waits(model: Path, tmp_path: Path) -> None:

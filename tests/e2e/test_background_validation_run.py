@@ -87,15 +87,11 @@ def test_the_process_of_the_replica_is_killed_and_the_numbers_are_those_of_a_run
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.xdist_group("ray")
-@pytest.mark.parametrize("schedule", ["sync", "fully_async"])
 def test_a_run_that_is_killed_goes_on_and_has_each_validation_once(
-    schedule: str, inputs: Inputs, ordinary: Path, tmp_path: Path
+    inputs: Inputs, ordinary: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    words = [f"trainer.schedule={schedule}", *BESIDE[:1]]
-    if schedule != "sync":
-        words.append("algorithm.rollout_correction.rollout_is=token")
-    arguments = command(inputs, out, *words)
+    arguments = command(inputs, out, *BESIDE[:1])
     kill = {"KILL_AT_STEP": "3"}
     first = under_ray(tmp_path / "first", arguments, cpus=4, module="dying_validation", variables=kill)
     assert first.wait().returncode == -signal.SIGKILL
@@ -105,5 +101,4 @@ def test_a_run_that_is_killed_goes_on_and_has_each_validation_once(
     done = second.wait()
     assert done.returncode == 0, done.output
     assert validations_of(out) == [0, 2, 4, 6]
-    if schedule == "sync":
-        assert differences(out, ordinary) == []
+    assert differences(out, ordinary) == []

@@ -43,7 +43,9 @@ class Callback:
         """A training step is done; `metrics` has all that is logged for it, a validation's among them."""
 
     def on_validation(self, step: int, metrics: Mapping[str, float]) -> bool | None:
-        """A validation is done: before the first step with `step` 0, else after a step and its metrics."""
+        """A validation is done: before the first step with `step` 0, else after a step and its metrics; with
+        trainer.val_in_background some steps later.
+        """
 
     def on_samples(self, step: int, rows: Sequence[Mapping[str, Any]]) -> bool | None:
         """Some samples of a validation, as many as trainer.log_val_generations says."""

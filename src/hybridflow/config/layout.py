@@ -7,7 +7,7 @@ Each role has its keys as dotted paths: those of its model, its layout and its u
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.config.root import PPOConfig
@@ -21,6 +21,9 @@ JUDGE = "judge"
 """The role of a generative reward model. In a pool that no other role has, each replica is started by itself,
 so that a run outlives the loss of one.
 """
+
+VALIDATION = "validation"
+"""The role of the replica of `trainer.val_in_background`, and its pool where no other is named."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +41,7 @@ class RoleKeys:
 ROLE_KEYS: Mapping[str, RoleKeys] = {
     "actor": RoleKeys("actor_rollout_ref.model", updates=ACTOR),
     "rollout": RoleKeys("actor_rollout_ref.model"),
+    VALIDATION: RoleKeys("actor_rollout_ref.model"),
     "reference": RoleKeys("actor_rollout_ref.ref.model", layout="actor_rollout_ref.ref"),
     "critic": RoleKeys("critic.model", layout="critic", updates="critic"),
     "teacher": RoleKeys("distillation.teacher_model"),
@@ -240,6 +244,19 @@ def lives_alone(trainer: TrainerConfig, role: str) -> bool:
         name for other, named in trainer.placement.items() if other != role for name in pool_names(named)
     }
     return bool(pools) and {next(iter(pools)), *others}.isdisjoint(_pools_of(trainer, role))
+
+
+def without_validation(trainer: TrainerConfig) -> TrainerConfig:
+    """Return the keys of a run that validates between its steps, on devices that it has anyway."""
+    if not trainer.val_in_background:
+        return trainer
+    named = pool_names(trainer.placement[VALIDATION])
+    return replace(
+        trainer,
+        val_in_background=False,
+        resource_pools={name: nodes for name, nodes in trainer.resource_pools.items() if name not in named},
+        placement={role: pools for role, pools in trainer.placement.items() if role != VALIDATION},
+    )
 
 
 def mix_pools(trainer: TrainerConfig, role: str, other: str) -> bool:

@@ -15,7 +15,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from hybridflow.config.convert import WRONG, WrongKeyRead
-from hybridflow.config.layout import resolved_controller
+from hybridflow.config.layout import VALIDATION, resolved_controller
 from hybridflow.config.megatron import TORCH, megatron_serves
 from hybridflow.config.needs import estimator_facts, is_given, loss_facts
 from hybridflow.config.reward import JUDGE_TERM, MODEL_TERM, has_judge
@@ -91,6 +91,23 @@ def follows_of(config: PPOConfig | SFTConfig) -> Mapping[str, str]:
     """Return the keys of this kind of run that have the value of another key where they are left out."""
     liger = {f"{REF}.model.use_liger": "actor_rollout_ref.model.use_liger"}
     return {**PPO_FOLLOWS, **liger} if isinstance(config, PPOConfig) else SFT_FOLLOWS
+
+
+def _validation_pool(config: PPOConfig, given: Set[str], notes: list[str]) -> Values:
+    """A pool for the replica that validates beside training, where the keys name none."""
+    trainer = config.trainer
+    if not trainer.val_in_background or VALIDATION in trainer.placement or trainer.controller == "local":
+        return {}
+    width = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    others = trainer.resource_pools or {"train": [trainer.n_gpus_per_node] * trainer.nnodes}
+    pools = {**others, VALIDATION: [width]}
+    notes.append(
+        f"trainer.resource_pools={pools}: what was asked for, and {width} more for trainer.val_in_background"
+    )
+    return {
+        "trainer.resource_pools": pools,
+        "trainer.placement": {**trainer.placement, VALIDATION: VALIDATION},
+    }
 
 
 def _bypass_loss(config: PPOConfig, given: Set[str], notes: list[str]) -> Values:
@@ -289,6 +306,7 @@ SHARED: Steps = (
 )
 SUPERVISED: Steps = (*SHARED, *_follow(SFT_FOLLOWS), (("engine.strategy",), _supervised_engine))
 PPO: Steps = (
+    (("trainer.resource_pools", "trainer.placement"), _validation_pool),  # it decides about the controller
     *SHARED,
     ((LOSS,), _bypass_loss),
     (("data.task.name",), _environment_rows),

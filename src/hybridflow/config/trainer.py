@@ -313,6 +313,36 @@ class TrainerConfig(BaseTrainerConfig):
         read_by(".row_store=transferqueue"),
     )
     val_before_train: bool = key(True, "Validate before the first step.")
+    val_in_background: bool = key(
+        False,
+        "Validate beside training: the weights of the step go to a replica of the rollout on devices of its "
+        "own, started by Ray. Its pool is added to trainer.resource_pools where "
+        "trainer.placement.validation names none. The numbers are logged under their own step once they are "
+        "there; the next validation waits for them, and so does a checkpoint of a later step.",
+        excludes(
+            ".controller=local",
+            "the replica is a process of its own, which Ray starts",
+            way="trainer.controller=auto or ray, or val_in_background=false",
+        ),
+        excludes(".val_only", "nothing is trained beside it", way="val_in_background=false"),
+        excludes(
+            ".row_store=transferqueue",
+            "the replica has processes of its own, which are no part of the run's queue",
+            way="trainer.row_store=auto, or val_in_background=false",
+        ),
+        excludes(
+            "reward.reward_model.kind=score|token_score",
+            "the model scores on devices that train",
+            way="trainer.val_in_background=false, or reward.reward_model.kind=generative",
+        ),
+        excludes(
+            "reward.manager", "one manager would be called for training and for validation at the same time"
+        ),
+        excludes(
+            "actor_rollout_ref.rollout.agent.endpoint_port",
+            "the agents of training and those of validation cannot listen at one port",
+        ),
+    )
     val_only: bool = key(False, "Validate once, and end the run.")
     step_class: str | None = key(
         None,

@@ -128,9 +128,9 @@ class Placement:
             next(pool for pool in self.pools if pool.name == name) for name in self.pools_of_role[role]
         )
 
-    def without(self, role: str) -> Placement:
-        """Return the placement of the other roles, without the pools that are this role's alone."""
-        others = {other: names for other, names in self.pools_of_role.items() if other != role}
+    def without(self, *roles: str) -> Placement:
+        """Return the placement of the other roles, without the pools that are these roles' alone."""
+        others = {other: names for other, names in self.pools_of_role.items() if other not in roles}
         used = {name for names in others.values() for name in names}
         return Placement(tuple(pool for pool in self.pools if pool.name in used), others)
 

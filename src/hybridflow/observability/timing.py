@@ -83,8 +83,8 @@ class Timeline:
                 self.add(f"trajectory {number}", span.name, span.start, span.end)
 
     @contextmanager
-    def section(self, name: str) -> Iterator[None]:
-        """Keep the time of this context as a section of a step, in the lane of its role."""
+    def section(self, name: str, role: str | None = None) -> Iterator[None]:
+        """Keep the time of this context as a section of a step, in the lane of its role, or of `role`."""
         if not self.active:
             yield
             return
@@ -92,7 +92,7 @@ class Timeline:
         try:
             yield
         finally:
-            self.add(ROLES.get(name, DRIVER), name, start, time.time())
+            self.add(role or ROLES.get(name, DRIVER), name, start, time.time())
 
     def take(self) -> list[TimeSpan]:
         """Return the spans that were added since the last time."""
@@ -122,6 +122,7 @@ WORDS = {
     "update": "updating the model",
     "update_weights": "passing the weights on",
     "testing": "validating",
+    "testing_in_background": "validating beside training",
     "val_gen": "generating",
     "val_reward": "scoring",
     "save_checkpoint": "saving a checkpoint",
@@ -131,14 +132,19 @@ WORDS = {
 
 class Timer:
     """Wall-clock seconds by section; sections nest, repeat (times add up) and keep their time when an
-    exception leaves them. With `progress`, each section is a phase of it.
+    exception leaves them. With `progress`, each section is a phase of it; with `role`, all are in the lane of
+    that role.
     """
 
     def __init__(
-        self, clock: Callable[[], float] = time.perf_counter, progress: Progress | None = None
+        self,
+        clock: Callable[[], float] = time.perf_counter,
+        progress: Progress | None = None,
+        role: str | None = None,
     ) -> None:
         self._clock = clock
         self._progress = progress
+        self._role = role
         self._seconds: dict[str, float] = {}
         self._open: dict[str, int] = {}
         self._since: dict[str, float] = {}
@@ -153,7 +159,7 @@ class Timer:
         if self._progress is not None and name in WORDS:
             reported = self._progress.phase(WORDS[name])
         try:
-            with reported, profiler.span(name), timeline.section(name):
+            with reported, profiler.span(name), timeline.section(name, self._role):
                 yield
         finally:
             self._open[name] -= 1

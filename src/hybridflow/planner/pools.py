@@ -16,7 +16,7 @@ from typing import NamedTuple
 from hybridflow.config import PPOConfig
 from hybridflow.config.checks.rollout import WITH_WEIGHTS
 from hybridflow.config.explain import generation_batch
-from hybridflow.config.layout import JUDGE, engine_keys
+from hybridflow.config.layout import JUDGE, VALIDATION, engine_keys
 from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.config.needs import (
     has_own_reference,
@@ -155,6 +155,11 @@ class PoolPlanner:
             shared = shape.kv_heads % tensor == 0 or tensor % shape.kv_heads == 0
             return shape.heads % tensor == 0 and shared
         return not shape.experts and shape.cuts(tensor)
+
+    def validation(self, width: int) -> PoolPlan | None:
+        """Return the pool of a replica on `width` devices that validates; None where it does not fit."""
+        found = self._rollout(PoolPlan(VALIDATION, (VALIDATION,), (width,), {}), width, {})
+        return found and replace(found, seconds={}, refilled=0.0)
 
     def fewest(self, roles: tuple[str, ...]) -> int | None:
         """Return the fewest devices in whose memory the roles fit; None where none are enough."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from hybridflow.config import PPOConfig, SFTConfig
-from hybridflow.config.layout import JUDGE, ROLE_KEYS
+from hybridflow.config.layout import JUDGE, ROLE_KEYS, VALIDATION
 from hybridflow.config.model import FSDPConfig
 from hybridflow.planner.costs import Costs, StepRows
 from hybridflow.planner.hardware import Cluster
@@ -46,7 +46,7 @@ class PoolPlan:
     engines: Mapping[str, RoleEngine]
     """By role; the rollout has none, and a reference that is the actor without adapters needs none."""
     replica: PlannedReplica | None = None
-    """How the rollout generates, if it is here."""
+    """How the rollout generates, or the replica that validates, if it is here."""
     judge: PlannedReplica | None = None
     """How a generative reward model does, if it is here."""
     memory: Mapping[str, float] = field(default_factory=dict)
@@ -104,7 +104,7 @@ class RunPlan:
     @property
     def placement(self) -> str:
         """What the paper calls the placement; a rollout with its own devices is named beside it."""
-        models = [{*pool.roles} - {"rollout"} for pool in self.pools]
+        models = [{*pool.roles} - {"rollout", VALIDATION} for pool in self.pools]
         models = [roles for roles in models if roles]
         name = "split"
         if len(models) == 1:
@@ -165,7 +165,7 @@ class RunPlan:
         for pool in self.pools:
             for role, engine in pool.engines.items():
                 words += _layout(role, engine.fsdp)
-            if pool.replica is not None:
+            if pool.replica is not None and VALIDATION not in pool.roles:
                 words.append(f"{ROLLOUT}.tensor_model_parallel_size={pool.replica.tensor}")
                 words.append(f"{ROLLOUT}.max_num_seqs={pool.replica.rows}")
         return words

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from hybridflow.planner.costs import Costs
 from hybridflow.planner.hardware import MOST_DEVICES, Cluster, sizes_of_pools
-from hybridflow.planner.pools import PoolPlanner, StepWork
+from hybridflow.planner.pools import PARTS, PoolPlanner, StepWork
 from hybridflow.planner.run_plan import REFILLING, PoolPlan, RunPlan
 
 GENERATING = "gen"
@@ -53,7 +53,34 @@ class PlacementSearch:
         return PoolPlanner(self.job, self.costs)
 
     def run(self) -> Found:
-        """Return all plans that fit into memory, the fastest first."""
+        """Return all plans that fit into memory, the fastest first.
+
+        A replica that validates beside training (`trainer.val_in_background`) has as many devices as one of
+        the rollout, and all else has the others.
+        """
+        if not self.job.config.trainer.val_in_background:
+            return self._found()
+        cluster = self.costs.cluster
+        plans: list[RunPlan] = []
+        placements = 0
+        tried = 0
+        for width in PARTS:
+            validation = self.pools.validation(width)
+            if validation is None or width >= cluster.devices:
+                continue
+            left = Cluster(cluster.hardware, cluster.devices - width)
+            found = replace(self, costs=replace(self.costs, cluster=left))._found()
+            placements += found.placements
+            tried += found.tried
+            plans += [
+                replace(plan, pools=(*plan.pools, validation))
+                for plan in found.plans
+                if plan.ranks_of_replica == width
+            ]
+        return Found(sorted(plans, key=lambda plan: plan.seconds), placements, tried)
+
+    def _found(self) -> Found:
+        """Return all plans of the roles of a step on all devices."""
         plans: list[RunPlan] = []
         placements = 0
         tried = 0

@@ -8,7 +8,7 @@ BatchSource ──next(step)──► rows ──► step ──► metrics ─�
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -32,6 +32,27 @@ FAILED_COPIES = "checkpoint/failed_copies"
 
 Validate = Callable[[int], dict[str, float]]
 """Returns the metrics of a validation after this number of steps."""
+
+
+class BackgroundValidator(Protocol):
+    """Validates beside the steps that follow, the weights of one step at a time."""
+
+    @property
+    def step(self) -> int | None:
+        """The step whose validation is under way or has not been reported yet; None: there is none."""
+        ...
+
+    def begin(self, step: int, /) -> None:
+        """Begin to validate the weights as they are now, after `step` steps."""
+        ...
+
+    def wait(self) -> None:
+        """Wait until no validation is under way; one that takes too long is given up."""
+        ...
+
+    def finished(self) -> tuple[int, dict[str, float]] | None:
+        """Return the step and the metrics of the validation that has ended, once, or None."""
+        ...
 
 
 class TrainStep(Protocol):
@@ -91,6 +112,10 @@ class Trainer(Generic[Source, Step]):
     """Called with each batch that was trained, before `publish`: a curriculum sampler learns from it."""
     log_samples: Callable[[DataProto, Mapping[str, float], int], dict[str, float]] = _no_metrics
     """Called with each batch, its metrics and its step, to keep samples; gives further metrics."""
+    beside: BackgroundValidator | None = None
+    """Validates in the place of `validator`, which training waits for."""
+    last_validation: dict[str, float] = field(default_factory=dict)
+    """The metrics of the validation that was logged last."""
 
     def fit(self, after_step: AfterStep | None = None) -> dict[str, float]:
         """Run to the last step, or to where `after_step` says so; gives the last validation's metrics or {}.
@@ -105,42 +130,69 @@ class Trainer(Generic[Source, Step]):
             progress.steps(self.total_steps),
         ):
             self.source.publish(done)
-            last_validation = self._validate_before(done)
+            self._validate_before(done)
             last_step = done if self.only_validates else self.total_steps
             for step in range(done + 1, last_step + 1):
                 stop_token.stop_here()
-                validation, logged = self._train_step(step)
-                last_validation = validation or last_validation
+                logged = self._train_step(step)
                 if after_step is not None and after_step(step, logged):
                     break
+            self._wait_for_validation()
             if self.state.validation_due:  # a signal has left out the validation of the last step
                 stop_token.stop_here()
             self.state.saves.commit(self.store)
             if self.store.remote is not None:
                 self.store.remote.wait()
                 self.trackers.log({FAILED_COPIES: self.store.remote.failed}, self.state.step)
-        return last_validation
+        return self.last_validation
 
-    def _validate_before(self, done: int) -> dict[str, float]:
+    def _validate_before(self, done: int) -> None:
         """Validate before the first step, or after the last one where a signal has left that out."""
         left_out = self.state.validation_due
         before_training = self.validates_first and done == 0
         if self.validator is None or not (self.only_validates or before_training or left_out):
-            return {}
+            return
         validation = self._validate(self.validator, done)
-        self.trackers.log(validation, done)
+        if validation:
+            self.trackers.log(validation, done)
         if left_out and done == self.total_steps and self.save_freq > 0:
+            self._wait_for_validation()
             self._save(done)  # no later step does: the run started once more would validate again
-        return validation
 
     def _validate(self, validator: Validate, step: int) -> dict[str, float]:
-        with self.timer("testing"), stop_token.leavable(), self.source.validating(step):
-            validation = validator(step)
+        """Validate, or begin to beside training, once the validation of an earlier step has ended."""
+        with self.timer("testing"):
+            if self.beside is not None:
+                self._wait_for_validation()
+                self.beside.begin(step)
+                self.state.validation_due = True
+                return {}
+            with stop_token.leavable(), self.source.validating(step):
+                validation = validator(step)
         self.state.validation_due = False
+        self.last_validation = validation
         return validation
 
-    def _train_step(self, step: int) -> tuple[dict[str, float], dict[str, float]]:
-        """Run one training step with all around it; returns the validation's metrics and all logged ones."""
+    def _wait_for_validation(self) -> None:
+        """Wait until no validation is under way beside training, and log it."""
+        if self.beside is not None and self.beside.step is not None:
+            with stop_token.leavable():
+                self.beside.wait()
+            self._log_finished_validation()
+
+    def _log_finished_validation(self) -> None:
+        """Log the validation beside training that has ended, if one has, under its own step."""
+        found = None
+        if self.beside is not None:
+            found = self.beside.finished()
+        if found is not None:
+            step, self.last_validation = found
+            self.trackers.log(self.last_validation, step)
+            if step == self.state.step:
+                self.state.validation_due = False
+
+    def _train_step(self, step: int) -> dict[str, float]:
+        """Run one training step with all around it; returns all logged metrics."""
         progress.step = step
         self.timer.reset()
         self.state.saves.commit_done(self.store)
@@ -153,6 +205,7 @@ class Trainer(Generic[Source, Step]):
             with self.timer("update_weights"):
                 self.source.publish(step)
             self.state.finish(step)
+            self.state.validation_due = False  # what is under way is of an earlier step
             progress.finished_step = step
             validation = self._validate_after(step)
         # logged before it is saved: a run killed in between resumes after this step, whose line must stand by
@@ -160,18 +213,28 @@ class Trainer(Generic[Source, Step]):
         logged = self._log(made, batch, metrics, validation, step)
         self.expiry.step_took(self.timer.seconds("step"))
         self.expiry.save_took(self.state.saves.longest)
+        self._log_finished_validation()
+        if self.beside is not None and self.validator is not None and self.state.validation_due:
+            self._validate(self.validator, step)
+            self.trackers.log({"timing_s/testing": self.timer.seconds("testing")}, step)
         ends_soon = self.save_freq > 0 and self.expiry.due()
         if ends_soon or self._due(self.save_freq, step):
+            is_older = self.beside is not None and self.beside.step not in (None, step)
+            if not ends_soon and (is_older or step == self.total_steps):
+                # its weights are not in this checkpoint, from which a resumed run could not redo it
+                self._wait_for_validation()
             self._save(step)
         if ends_soon:
             self.state.saves.commit(self.store)  # also one that is written beside the run
-        return validation, logged
+        return logged
 
     def _validate_after(self, step: int) -> dict[str, float]:
         """Validate where it is due. A signal leaves it out; a resumed run makes up for it."""
         if self.validator is None or not self._due(self.test_freq, step):
             return {}
         self.state.validation_due = True
+        if self.beside is not None:
+            return {}  # it begins once the step is logged
         try:
             return self._validate(self.validator, step)
         except Stopped as stopped:
@@ -200,6 +263,8 @@ class Trainer(Generic[Source, Step]):
                 try:
                     if self._has_unsaved_steps():
                         self._save(self.state.step)
+                    with suppress(HybridFlowError):  # an error of the validation is not why the run ends
+                        self._log_finished_validation()
                 except Stopped as again:  # by a tracker that the save was reported to
                     if again.at_once:
                         raise

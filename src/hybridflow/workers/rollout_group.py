@@ -423,7 +423,7 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
                 f"{actor.role} and generates with its weights. Set trainer.placement.{self.role} to a pool "
                 "of its own"
             )
-        return _exported(actor, version, ActorWorker.export_whole)
+        return stage_weights(actor, version)
 
     def take(self, staged: StagedWeights) -> None:
         """Give all replicas staged weights, between two steps of whatever they serve, and free these.
@@ -499,6 +499,11 @@ class RolloutGroup(WorkerGroup[RolloutWorker]):
         for serving in (self._main, self._between):
             for replica in serving.replicas:
                 replica.version = version
+
+
+def stage_weights(actor: ActorGroup, version: int) -> StagedWeights:
+    """Copy the actor's weights as `RolloutGroup.stage` does, for replicas in processes of their own."""
+    return _exported(actor, version, ActorWorker.export_whole)
 
 
 def _exported(actor: ActorGroup, version: int, export: Callable[..., Any]) -> StagedWeights:

@@ -15,10 +15,11 @@ import pytest
 from rich.console import Console
 
 from hybridflow.errors import ConfigError
+from hybridflow.observability.timing import timeline
 from hybridflow.observability.trackers import RunInfo, build_trackers
 from hybridflow.observability.trackers.adapters import ClearmlTracker, WandbTracker
 from hybridflow.observability.trackers.console import ConsoleTracker, duration
-from hybridflow.observability.trackers.jsonl import JsonlTracker, read_metrics
+from hybridflow.observability.trackers.jsonl import JsonlTracker, has_validation_of, read_metrics
 
 STEP = {
     "critic/rewards/mean": 0.53125,
@@ -82,6 +83,88 @@ def test_jsonl_of_a_fresh_run_moves_the_old_file_aside(tmp_path: Path) -> None:
         tracker.close()
     assert lines(tmp_path / "metrics.jsonl") == [{"step": 1, "a": 2.0}]
     assert lines(tmp_path / "metrics.previous.jsonl") == [{"step": 1, "a": 1.0}]
+
+
+def test_jsonl_has_what_comes_late_under_its_own_step(tmp_path: Path) -> None:
+    with build_trackers(["jsonl"], tmp_path) as trackers:
+        trackers.log({"a": 1.0}, 1)
+        trackers.log({"a": 2.0}, 2)
+        trackers.log({"val-core/x": 0.5}, 1)
+        trackers.log({"b": 3.0}, 2)
+        trackers.log({"c": 4.0}, 2)
+        trackers.log({"val-core/x": 0.75}, 2)
+        trackers.log({"a": 5.0}, 3)
+    wanted = {
+        1: {"a": 1.0, "val-core/x": 0.5},
+        2: {"a": 2.0, "b": 3.0, "c": 4.0, "val-core/x": 0.75},
+        3: {"a": 5.0},
+    }
+    assert read_metrics(tmp_path / "metrics.jsonl") == wanted
+    assert [has_validation_of(tmp_path, step) for step in (1, 2, 3, 4)] == [True, True, False, False]
+    with build_trackers(["jsonl"], tmp_path, resume_step=2) as trackers:
+        trackers.log({"a": 6.0}, 3)
+        trackers.log({"val-core/x": 0.25}, 2)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 2], "a resumed run has one line for each step again"
+    assert read_metrics(tmp_path / "metrics.jsonl") == {
+        **wanted,
+        2: {**wanted[2], "val-core/x": 0.25},
+        3: {"a": 6.0},
+    }
+
+
+def test_the_spans_of_a_step_are_not_those_of_what_comes_late(tmp_path: Path) -> None:
+    with build_trackers(["jsonl"], tmp_path) as trackers:
+        timeline.add("driver", "adv", 1.0, 2.0)
+        trackers.log({"a": 1.0}, 1)
+        timeline.add("driver", "adv", 3.0, 4.0)
+        trackers.log({"a": 2.0}, 2)
+        timeline.add("driver", "reward", 5.0, 6.0)
+        trackers.log({"val-core/x": 0.5}, 1)
+        trackers.log({"a": 3.0}, 3)
+    lines = [json.loads(line) for line in (tmp_path / "timeline.jsonl").read_text().splitlines()]
+    assert [(line["step"], [span[2] for span in line["spans"]]) for line in lines] == [
+        (1, [1.0]),
+        (2, [3.0]),
+        (3, [5.0]),
+    ]
+
+
+def test_wandb_has_validations_beside_training_on_an_axis_of_their_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    library = Recorder("wandb")
+    library.id = "abc"  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", library)
+    config = {"trainer": {"val_in_background": True}}
+    with build_trackers(["wandb"], tmp_path, config_dict=config) as trackers:
+        trackers.log({"a": 1.0}, 1)
+        trackers.log_samples(SAMPLES, 0)
+        trackers.log({"val-core/x": 0.0}, 0)
+        trackers.log({"a": 2.0}, 2)
+        trackers.log({"b": 2.0}, 2)
+        trackers.log({"val-core/x": 0.2}, 2)
+        trackers.log({"a": 3.0}, 3)
+        trackers.log({"a": 4.0, "val-core/x": 0.4}, 4)
+        trackers.log({"val-core/x": 0.3}, 3)
+        trackers.log({"a": 5.0}, 5)
+        trackers.log({"val-core/x": 0.35}, 4)
+    assert library.named("define_metric") == [
+        (("val-core/*",), {"step_metric": "val/step"}),
+        (("val-aux/*",), {"step_metric": "val/step"}),
+    ]
+    rows: dict[int, dict[str, float]] = {}
+    newest = -1
+    for (values,), kwargs in library.named("log"):
+        assert kwargs["step"] >= newest, "wandb leaves out what goes back"
+        newest = kwargs["step"]
+        row = rows.setdefault(newest, {})
+        assert not {*row} & {*values}, "wandb keeps the last of two values in a row"
+        row |= values
+    shown = sorted((row["val/step"], row["val-core/x"]) for row in rows.values() if "val/step" in row)
+    assert shown == [(0, 0.0), (2, 0.2), (3, 0.3), (4, 0.35), (4, 0.4)]
+    assert "val/generations" in rows[1]
 
 
 def test_jsonl_refuses_steps_that_go_back(tmp_path: Path) -> None:

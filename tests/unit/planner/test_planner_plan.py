@@ -14,9 +14,10 @@ from hybridflow.cli.main import main
 from hybridflow.config import PPOConfig
 from hybridflow.config.layout import RoleLayout, engine_keys
 from hybridflow.config.load import prepare_config
+from hybridflow.errors import ConfigError
 from hybridflow.explain.run import placed
 from hybridflow.planner.costs import FITTED, Costs
-from hybridflow.planner.hardware import read_devices
+from hybridflow.planner.hardware import Cluster, read_devices
 from hybridflow.planner.model_shape import known_models, shape_by_keys, shape_of
 from hybridflow.planner.pools import USABLE, PoolPlanner, StepWork, job_of
 from hybridflow.planner.run_plan import PoolPlan, RunPlan
@@ -114,6 +115,33 @@ def test_the_best_plans_fit_and_their_overrides_pass_the_checks(
             for role in pool.roles:
                 assert sum(p.devices for p in there.pools_of(role)) == pool.devices
         assert config.trainer.schedule == plan.schedule
+
+
+@pytest.mark.parametrize(("model", "devices"), [("Qwen/Qwen3-8B", "8xH100"), ("Qwen/Qwen2.5-32B", "32xH200")])
+def test_a_replica_that_validates_has_devices_of_its_own(model: str, devices: str) -> None:
+    cluster = read_devices(devices)
+    keys = ("trainer.val_in_background=true", "data.val_files=v.parquet")
+    found = PlacementSearch(job("grpo", model, *keys), Costs(cluster, FITTED)).run()
+    passed = 0
+    for plan in first_different(found.plans):
+        *others, validation = plan.pools
+        assert validation.roles == ("validation",) and plan.devices == cluster.devices
+        assert validation.devices == plan.ranks_of_replica and not validation.seconds
+        assert 0 < max(validation.memory.values()) < USABLE * cluster.hardware.memory
+        fewer = Costs(Cluster(cluster.hardware, cluster.devices - validation.devices), FITTED)
+        without = PlacementSearch(job("grpo", model), fewer).run().plans
+        assert any(each.pools == tuple(others) and each.seconds == plan.seconds for each in without)
+        words = [word.strip("'") for word in plan.overrides(cluster)]
+        try:
+            config = prepared("grpo", f"actor_rollout_ref.model.path={model}", *keys, *words)
+        except ConfigError:
+            continue  # a batch that so many devices cannot share: the command leaves the plan out
+        passed += 1
+        there = placed(config)
+        assert there.devices == cluster.devices
+        (own,) = there.pools_of("validation")
+        assert own.devices == validation.devices and own.replica is not None and not own.engines
+    assert passed
 
 
 def test_a_step_is_its_critical_path() -> None:

@@ -90,3 +90,22 @@ def test_a_training_score_that_leaves_the_held_out_one_is_a_sign() -> None:
     assert len(told) == 1 and told[0].startswith("divergence") and "0.2 and more" in told[0]
     alone = lines[5]
     assert look(again, 5, 0.9, 0.2) == told and lines[5] == alone
+
+
+def test_a_validation_that_comes_late_counts_with_the_scores_up_to_its_step() -> None:
+    held_out = {2: 0.4, 4: 0.1}
+    trained = {1: 0.2, 2: 0.4, 3: 0.6, 4: 0.8, 5: 0.1}
+    told: list[list[str]] = []
+    for late in (False, True):
+        watch = RewardWatch()
+        watch.validated(0, {"val-core/math/acc/mean@1": 0.9})  # before the first step: no score goes with it
+        found = []
+        for step, score in trained.items():
+            values = {"critic/score/mean": score}
+            if step in held_out and not late:
+                values["val-core/math/acc/mean@1"] = held_out[step]
+            if step - 1 in held_out and late:
+                watch.validated(step - 1, {"val-core/math/acc/mean@1": held_out[step - 1]})
+            found += [sign.message for sign in watch.look(batch_of(VARIED), values, step)[1]]
+        told.append(found)
+    assert told[0] == told[1] and len(told[0]) == 1 and "0.3 and more" in told[0][0]

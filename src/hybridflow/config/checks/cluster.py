@@ -12,6 +12,7 @@ from hybridflow.config.layout import (
     COLLECTORS,
     JUDGE,
     ROLE_KEYS,
+    VALIDATION,
     RoleLayout,
     engine_keys,
     lives_alone,
@@ -22,7 +23,7 @@ from hybridflow.config.layout import (
     quantized_problems,
     share_a_pool,
 )
-from hybridflow.config.needs import has_own_reference, is_given, needs_reference
+from hybridflow.config.needs import has_own_reference, has_validation, is_given, needs_reference
 from hybridflow.config.reward import has_classifier, has_judge
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.errors import install_extra
@@ -112,6 +113,33 @@ def judge_layout(config: PPOConfig) -> Iterator[str]:
     for nodes in processes_by_node(config.trainer, JUDGE):
         if nodes % width:
             yield f"{key} does not divide the {nodes} processes of its pool on a node: set a divisor"
+
+
+def validation_layout(config: PPOConfig) -> Iterator[str]:
+    """Yield one line for each reason why no replica of its own can validate beside training."""
+    trainer = config.trainer
+    if not trainer.val_in_background:
+        return
+    if not has_validation(config):
+        yield (
+            "trainer.val_in_background=true without validation data: set data.val_files, or "
+            "data.task.val_size with data.task.name, or set val_in_background=false"
+        )
+    if trainer.controller == "local" or VALIDATION not in trainer.placement:
+        return  # told by the key itself
+    if not lives_alone(trainer, VALIDATION):
+        yield (
+            f"trainer.placement.{VALIDATION}={trainer.placement[VALIDATION]} shares its devices with other "
+            "roles, which would wait for it: name a pool of its own, or leave "
+            f"trainer.placement.{VALIDATION} out, which adds one"
+        )
+    width = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    devices = processes_by_node(trainer, VALIDATION)
+    if devices != [width]:
+        yield (
+            f"trainer.placement.{VALIDATION} has {devices} devices on its nodes, and it is one replica of "
+            f"{ROLLOUT}.tensor_model_parallel_size={width}: give its pool [{width}]"
+        )
 
 
 def sft_layout_problems(config: SFTConfig) -> Iterator[str]:
@@ -232,6 +260,7 @@ RULES = (
     reward_model_layout,
     judge_layout,
     quantized_actor,
+    validation_layout,
     frozen_adapters,
 )
 """The rules of processes and layouts of a run of reinforcement learning."""

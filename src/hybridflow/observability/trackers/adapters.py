@@ -90,12 +90,20 @@ class WandbTracker(LibraryTracker):
 
     Offline, each start has its own file, and `wandb sync` joins those of one id. A run that was killed
     may have lost the end of its file, so a resumed one begins with the earlier steps.
+
+    wandb takes rows in rising order of steps alone. Validations beside training have an axis of their own
+    (`val/step`), and one that comes late goes into the newest row that has no other.
     """
 
     library = "wandb"
     id_file = "wandb_run_id.txt"
+    step_metric = "val/step"
 
     def start(self, run: RunInfo, known: str | None) -> tuple[str, Steps]:
+        self._has_axis = bool(run.config.get("trainer", {}).get("val_in_background"))
+        self._newest = -1
+        self._holds_validation = False
+        self._late: list[dict[str, float]] = []
         mode = mode_of("wandb")
         self._run = self._sdk.init(
             project=run.project,
@@ -107,9 +115,33 @@ class WandbTracker(LibraryTracker):
             resume="allow",
             settings=self._sdk.Settings(http_proxy=run.wandb_proxy, https_proxy=run.wandb_proxy),
         )
+        if self._has_axis:
+            for names in ("val-core/*", "val-aux/*"):
+                self._run.define_metric(names, step_metric=self.step_metric)
         return str(self._run.id), run.earlier if mode == "offline" else {}
 
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        values = dict(metrics)
+        if step > self._newest:
+            if self._late and not self._holds_validation:
+                self._run.log(self._late.pop(0), step=self._newest)
+            self._newest = step
+            self._holds_validation = False
+        if self._has_axis and any(name.startswith("val-") for name in metrics):
+            values[self.step_metric] = step
+            self._holds_validation = True
+        super().log(values, step)
+
+    def log_late(self, metrics: Mapping[str, float], step: int) -> None:
+        self._late.append({**metrics, self.step_metric: step})
+
+    def log_samples(self, rows: Sequence[SampleRow], step: int) -> None:
+        super().log_samples(rows, max(step, self._newest))
+
     def close(self, outcome: Outcome = "finished") -> None:
+        for row in self._late:
+            self._newest += 1
+            self._run.log(row, step=self._newest)
         self._run.finish(exit_code=ENDS[self.library][outcome])
 
 

@@ -68,11 +68,17 @@ class RunInfo:
 
 
 class Tracker(ABC):
-    """Takes the metrics of each step, in rising order of steps; samples and closing are optional."""
+    """Takes the metrics of each step, in rising order of steps but for late ones; samples and closing are
+    optional.
+    """
 
     @abstractmethod
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the metrics of a step."""
+
+    def log_late(self, metrics: Mapping[str, float], step: int) -> None:
+        """Record metrics of a step that came after those of later ones."""
+        self.log(metrics, step)
 
     def log_samples(self, rows: Sequence[SampleRow], step: int) -> None:  # noqa: B027  optional
         """Show validation samples (`prompt`, `response`, `score`, …), where the tracker can."""
@@ -107,8 +113,11 @@ class Trackers(Tracker):
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         for tracker in self.trackers:
-            tracker.log(metrics, step)
-        self._step = step
+            if step < self._step:
+                tracker.log_late(metrics, step)
+            else:
+                tracker.log(metrics, step)
+        self._step = max(step, self._step)
         self._stalls.finished(metrics)
         for advice in self._watch.look(metrics, step):
             self.alert(advice, step)
@@ -179,6 +188,10 @@ class BackgroundTracker(Tracker):
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         values = dict(metrics)
         self._put(lambda tracker: tracker.log(values, step))
+
+    def log_late(self, metrics: Mapping[str, float], step: int) -> None:
+        values = dict(metrics)
+        self._put(lambda tracker: tracker.log_late(values, step))
 
     def log_samples(self, rows: Sequence[SampleRow], step: int) -> None:
         kept = [dict(row) for row in rows]

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from hybridflow.config.layout import VALIDATION
 from hybridflow.observability.timing import ROLES, TimeSpan, timeline
 from hybridflow.observability.trackers.base import Outcome, RunInfo, Tracker
 
@@ -19,7 +20,8 @@ METRICS_FILE = "metrics.jsonl"
 
 
 class JsonlTracker(Tracker):
-    """Writes each step once, joins what is logged again, and drops later steps after a resume.
+    """Writes each step once, joins what is logged again, and drops later steps after a resume. What comes
+    late has a line of its own, which readers join with its step's.
 
     A fresh run in a used folder moves the old file to `metrics.previous.jsonl`.
     """
@@ -54,6 +56,13 @@ class JsonlTracker(Tracker):
         self._file.truncate()
         self._file.flush()
 
+    def log_late(self, metrics: Mapping[str, float], step: int) -> None:
+        self._file.seek(0, os.SEEK_END)
+        self._file.write(_encode(step, metrics))
+        self._file.flush()
+        self._offset = self._file.tell()  # what is logged of the newest step again has another line, too
+        self._line = {}
+
     def close(self, outcome: Outcome = "finished") -> None:
         self._file.close()
 
@@ -70,6 +79,12 @@ def read_metrics(path: Path) -> dict[int, dict[str, float]]:
         except (ValueError, KeyError, AttributeError, TypeError):
             continue
     return steps
+
+
+def has_validation_of(run_dir: Path, step: int) -> bool:
+    """Return whether the run in this folder has logged a validation of the weights after `step` steps."""
+    line = read_metrics(run_dir / METRICS_FILE).get(step, {})
+    return any(name.startswith("val-") for name in line)
 
 
 def _encode(step: int, metrics: Mapping[str, float]) -> bytes:
@@ -129,6 +144,9 @@ class TimelineTracker(Tracker):
             self._spans += new
             self._lines.write(step, {"spans": self._spans})
 
+    def log_late(self, metrics: Mapping[str, float], step: int) -> None:
+        """Do nothing: spans are those of the step that is running."""
+
     def close(self, outcome: Outcome = "finished") -> None:
         timeline.stop()
 
@@ -139,7 +157,7 @@ def lanes_of(config: Mapping[str, Any]) -> dict[str, str]:
     pools = trainer.get("resource_pools") or {}
     placement = trainer.get("placement") or {}
     lanes = {}
-    for role in dict.fromkeys(ROLES.values()):
+    for role in dict.fromkeys((*ROLES.values(), VALIDATION)):
         lanes[role] = "devices"
         if pools:
             named = placement.get(role, next(iter(pools)))

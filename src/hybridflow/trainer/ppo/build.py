@@ -7,7 +7,7 @@ config ─► devices ─► tokenizer, data ─► worker processes (worker_gro
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
@@ -17,7 +17,7 @@ from hybridflow.checkpoint.layout import REFERENCE
 from hybridflow.checkpoint.state import encode_tree
 from hybridflow.config import PPOConfig
 from hybridflow.config.convert import raise_all
-from hybridflow.config.layout import ROLE_KEYS
+from hybridflow.config.layout import ROLE_KEYS, VALIDATION
 from hybridflow.config.model import CheckpointContentsConfig
 from hybridflow.config.needs import reads_text_alone, replayed_steps
 from hybridflow.config.own_code import own_algorithm_problems
@@ -40,10 +40,13 @@ from hybridflow.episodes.planning import BASELINES, DEMONSTRATIONS, shows_data
 from hybridflow.episodes.rollout_traces import rollout_traces
 from hybridflow.errors import ConfigError, install_extra
 from hybridflow.observability.progress import progress
+from hybridflow.observability.timing import Timer
+from hybridflow.observability.trackers.jsonl import has_validation_of
 from hybridflow.protocol import DataProto
 from hybridflow.rewards.build import build_reward_manager
 from hybridflow.rewards.manager import RewardManager
 from hybridflow.trainer.models import check_reference_tokens
+from hybridflow.trainer.ppo.background_validation import BackgroundValidation
 from hybridflow.trainer.ppo.columns import KLController, find_estimator, find_estimators, kl_controller
 from hybridflow.trainer.ppo.exact import ExactState, settle_exact
 from hybridflow.trainer.ppo.model_rewards import add_reward_model
@@ -56,7 +59,7 @@ from hybridflow.trainer.profiling import StepProfiler
 from hybridflow.trainer.replay.kept_rows import KeptRows, not_kept
 from hybridflow.trainer.resume import model_facts
 from hybridflow.trainer.roles.roles import Roles, needed_roles
-from hybridflow.trainer.roles.worker_groups import start_judge, start_roles
+from hybridflow.trainer.roles.worker_groups import start_judge, start_roles, validation_starter
 from hybridflow.trainer.run import PreparedRun, huggingface_writer, started, steps_of
 from hybridflow.trainer.schedules.collector import Collector, Collectors, collector_factories
 from hybridflow.trainer.schedules.continuous import ContinuousSource
@@ -264,13 +267,14 @@ def _trainer(
         state.committed = agents.journal.committed
     store = run.resume(state)
     with progress.phase("comparing log-probs of generation and training"):
-        settle_exact(config, roles, exact)
+        mode = settle_exact(config, roles, exact)
     predictor = make_predictor(config, roles)
     failures.begin(state.step)
     with (
         run.recorded(state, store, source) as trackers,
         waits_written(config, run.folder.path),
         closing(traces) if traces else nullcontext(),
+        ExitStack() as stack,
     ):
         samples = SampleLog(run.folder.path, config, tokenizer, total_steps, trackers, state.step)
         kept = KeptRows(run.folder.path)
@@ -278,6 +282,17 @@ def _trainer(
         validator = None
         if data.val_dataset:
             validator = Validator(data.val_dataset, pipeline, roles.rollout, samples, run.timer)
+            state.validation_due &= not has_validation_of(run.folder.path, state.step)
+        beside = None
+        if validator is not None and config.trainer.val_in_background:
+            own = stack.enter_context(closing(Agents(config, tokenizer, data.agent_names)))
+            validator.pipeline = RolloutPipeline(rewards, tokenizer, config, own, needs, traces)
+            validator.timer = Timer(role=VALIDATION)
+            starter = validation_starter(config, tokenizer, run.start, run.folder.nonfinite)
+            started_beside = BackgroundValidation(
+                validator, roles.actor, starter, mode, patience=config.trainer.worker_timeout
+            )
+            beside = stack.enter_context(closing(started_beside))
         step = step_class(
             roles,
             config,
@@ -305,6 +320,7 @@ def _trainer(
             after_update=partial(_finish_batch, source, data),
             log_samples=partial(_further_metrics, samples, predictor, data.train_loader.dataset),
             profiling=StepProfiler(config.global_profiler, roles.all, run.folder.path),
+            beside=beside,
         )
         # have the traces of collectors sent, and log the failures of the run, unless it only made batches
         if collectors is not None:

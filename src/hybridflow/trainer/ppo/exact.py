@@ -61,16 +61,16 @@ class ExactState:
         self.reuse_ended = state["ended"]
 
 
-def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
+def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> ExactMode | None:
     """Switch the actor and the rollout to batch-invariant kernels where `rollout.exact` asks for them and
-    they hold.
+    they hold; return the mode, None where they stay as they are.
 
     With `rollout.exact=true` ConfigError is raised with the reason if they do not hold; with `auto` the
     reason is logged.
     """
     wanted = config.actor_rollout_ref.rollout.exact
     if wanted is False:
-        return
+        return None
     no_reuse = _no_reuse(config)
     impossible = no_batch_invariance(config, roles)
     if config.trainer.schedule not in EXACT_SCHEDULES:  # these want the kernels for the timing's sake
@@ -80,7 +80,7 @@ def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
         if wanted is True:
             raise ConfigError(f"{KEY}=true cannot hold: {chosen}. Set {KEY}=auto or false")
         logger.info("fast mode: %s", chosen)
-        return
+        return None
     roles.actor.call_list(ActorWorker.set_exact, chosen)
     roles.rollout.call_list(RolloutWorker.set_exact, chosen)
     if roles.reference is not None:
@@ -96,17 +96,18 @@ def settle_exact(config: PPOConfig, roles: Roles, state: ExactState) -> None:
     )
     if no_reuse is not None:
         logger.info("exact mode: a request's log-probs are the same in whatever batch it is generated")
-        return
+        return chosen
     if state.reuse_ended:
         logger.info(
             "exact mode: before the checkpoint that this run goes on from, log-probs of rollout and training "
             "differed, so old log-probs are still computed"
         )
-        return
+        return chosen
     logger.info(
         "exact mode: generation and training give a token the same log-prob to the bit here, so the pass "
         "that would recompute old log-probs is left out"
     )
+    return chosen
 
 
 def no_batch_invariance(config: PPOConfig, roles: Roles) -> str | None:

@@ -51,8 +51,10 @@ class RewardWatch:
 
     def __init__(self) -> None:
         self._lengths: list[float] = []
-        self._scores: list[float] = []
-        """Training scores since the last validation."""
+        self._scores: dict[int, float] = {}
+        """Training scores of the steps since the last validation."""
+        self._late: dict[int, Mapping[str, float]] = {}
+        """Validations of earlier steps that no step has looked at yet."""
         self._best: tuple[float, float] | None = None
         """The highest held-out score, and the training score before that validation."""
         self._largest = 0.0
@@ -63,7 +65,12 @@ class RewardWatch:
         for step in sorted(lines):
             if "reward_watch/length" in lines[step]:
                 self._length_ratio(lines[step]["reward_watch/length"])
-                self._divergence(lines[step])
+                self._scores[step] = lines[step].get("critic/score/mean", 0.0)
+                self._divergence(lines[step], step)
+
+    def validated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Take the metrics of a validation that came after those of its step; the next look is at them."""
+        self._late[step] = metrics
 
     def look(
         self, batch: DataProto, values: Mapping[str, float], step: int
@@ -112,7 +119,10 @@ class RewardWatch:
         if ratio > MAX_LENGTH_RATIO:
             message = f"responses are {{:.1f}} times as long as in the first {FIRST_STEPS} steps"
             found["length"] = (ratio, message, lengths)
-        divergence = self._divergence(values)
+        self._scores[step] = values.get("critic/score/mean", 0.0)
+        late = [self._divergence(metrics, earlier) for earlier, metrics in sorted(self._late.items())]
+        self._late.clear()
+        divergence = max([*late, self._divergence(values, step)])
         if divergence > MAX_DIVERGENCE * self._largest:
             message = (
                 "the score in training has risen, and the held-out one has fallen, by {:.3g} and more since "
@@ -134,17 +144,18 @@ class RewardWatch:
             self._lengths.append(length)
         return length / max(fmean(self._lengths), 1.0)
 
-    def _divergence(self, values: Mapping[str, float]) -> float:
+    def _divergence(self, values: Mapping[str, float], step: int) -> float:
         """Return how much the score in training has risen and the held-out one has fallen since the best
-        validation, the lesser of the two; 0 in a step without a validation.
+        validation, the lesser of the two; 0 without a validation of `step`.
         """
-        self._scores.append(values.get("critic/score/mean", 0.0))
         looks = [values[name] for name in values if name.startswith("val-core/") and "/mean@" in name]
         if not looks:
             return 0.0
+        scores = [self._scores.pop(each) for each in sorted(self._scores) if each <= step]
+        if not scores:  # it is of the weights before the first step
+            return 0.0
         held_out = fmean(looks)
-        trained = fmean(self._scores)
-        self._scores.clear()
+        trained = fmean(scores)
         self._largest = max(self._largest, abs(held_out), abs(trained))
         if self._best is None or held_out >= self._best[0]:
             self._best = (held_out, trained)

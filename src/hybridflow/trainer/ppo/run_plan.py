@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.explain import generation_batch
-from hybridflow.config.layout import JUDGE
+from hybridflow.config.layout import JUDGE, VALIDATION
 from hybridflow.config.needs import longest_row, responses_per_prompt
 from hybridflow.controller import Placement
 from hybridflow.controller.worker import Worker
@@ -59,12 +59,22 @@ def plan_of(config: PPOConfig) -> RunPlan:
         engines = {
             role: RoleEngine.of(config, role, sizes(config, role, pool.world_size))
             for role in roles
-            if role != "rollout" and not (role == "reference" and is_actors_module(config, placement))
+            if role not in ("rollout", VALIDATION)
+            and not (role == "reference" and is_actors_module(config, placement))
         }
         replica_here = replica if "rollout" in roles else None
+        if VALIDATION in roles:
+            replica_here = replica._replace(rows=_validated_at_once(config), ranks=replica.tensor)
         judge = planned_judge(config) if JUDGE in roles else None
         pools.append(PoolPlan(pool.name, tuple(roles), pool.devices_per_node, engines, replica_here, judge))
     return RunPlan(config, tuple(pools), config.trainer.schedule)
+
+
+def _validated_at_once(config: PPOConfig) -> int:
+    """Return how many responses a replica that validates may generate at once."""
+    rollout = config.actor_rollout_ref.rollout
+    batch = config.data.val_batch_size or rollout.max_num_seqs
+    return min(batch * rollout.val_kwargs.n, rollout.max_num_seqs)
 
 
 @dataclass

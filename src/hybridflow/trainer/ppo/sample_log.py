@@ -116,6 +116,11 @@ class SampleLog:
             "\n".join(texts),
         )
 
+    def validated(self, metrics: Mapping[str, float], step: int) -> None:
+        """Have the reward watch look at a validation beside training, whose step has been logged."""
+        if self.watch is not None and self._earlier is None:
+            self.watch.validated(step, metrics)
+
     def validation(self, rows: list[dict[str, Any]], step: int) -> None:
         """Samples of a validation."""
         self.report_validation.write(rows[:REPORT_ROWS], step)

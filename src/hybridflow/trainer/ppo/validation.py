@@ -46,8 +46,14 @@ class Validator:
         self.config: PPOConfig = pipeline.config
 
     def __call__(self, step: int) -> dict[str, float]:
-        """Return the metrics (`val-core/…`, `val-aux/…`, those of agents too) after `step` steps and write
-        the samples that keys ask for.
+        """Return the metrics after `step` steps, and write the samples that keys ask for."""
+        metrics, shown = self.measure(step, self.rollout)
+        self.samples.validation(shown, step)
+        return metrics
+
+    def measure(self, step: int, rollout: RolloutGroup) -> tuple[dict[str, float], list[dict[str, Any]]]:
+        """Return the metrics (`val-core/…`, `val-aux/…`, those of agents too) of the weights that `rollout`
+        has, those after `step` steps, and the rows of which samples are kept.
         """
         size = self.config.data.val_batch_size or len(self.dataset)
         parts: list[DataProto] = []
@@ -57,18 +63,17 @@ class Validator:
             prompts = [self.dataset[index] for index in range(start, min(start + size, len(self.dataset)))]
             first_row = start * self.config.actor_rollout_ref.rollout.val_kwargs.n
             part, found = self.pipeline.for_validation(
-                self.rollout, prompts, step, self.timer, first_row=first_row
+                rollout, prompts, step, self.timer, first_row=first_row
             )
             shown += sample_rows(part, self.samples.decode, max_rows=self.samples.validation_rows)
             parts.append(_without_padding(part))
             numbers.update(found)
-        self.samples.validation(shown, step)
         of_agents = {
             f"val-aux/{name}": value
             for name, value in numbers.to_floats().items()
             if name.startswith("agent/")
         }
-        return self._metrics(DataProto.concat(with_all_columns(parts))) | of_agents
+        return self._metrics(DataProto.concat(with_all_columns(parts))) | of_agents, shown
 
     def _metrics(self, rows: DataProto) -> dict[str, float]:
         columns = rows.non_tensor_batch

@@ -15,6 +15,7 @@ from typing import Any
 from hybridflow.checkpoint.layout import STEP_PREFIX, step_folders, step_of
 from hybridflow.checkpoint.store import CheckpointStore
 from hybridflow.config import PPOConfig
+from hybridflow.config.layout import without_validation
 from hybridflow.errors import ConfigError
 from hybridflow.observability.trackers.jsonl import METRICS_FILE, read_metrics
 from hybridflow.trainer.ppo.build import PPOTrainer, build
@@ -89,7 +90,7 @@ def replay_config(run: Path, folder: Path, start: Path | None) -> PPOConfig:
     elif config.trainer.resume_mode == "auto":
         resumes = {"resume_mode": "disable"}
     trainer = replace(
-        config.trainer,
+        without_validation(config.trainer),
         logger=[],
         keep_rows=True,  # all columns come back from the workers, as they did in the run
         remote_checkpoint_dir=None,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import ActorConfig
-from hybridflow.config.layout import JUDGE, engine_keys
+from hybridflow.config.layout import JUDGE, VALIDATION, engine_keys
 from hybridflow.config.needs import has_own_reference
 from hybridflow.controller import MeshInfo, Placement
 from hybridflow.distributed.device import resolve_device
@@ -94,7 +94,7 @@ def meshes(config: PPOConfig, roles: Sequence[str], placement: Placement) -> Map
     costs: dict[str, Workload] = {}
     for role in roles:
         world = sum(pool.world_size for pool in placement.pools_of(role))
-        if role == "rollout":
+        if role in ("rollout", VALIDATION):
             cost = None
             if config.trainer.balance_batch:
                 cost = Workload()  # requests say themselves what they cost

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any
 
 from hybridflow.config import PPOConfig
-from hybridflow.config.layout import JUDGE
+from hybridflow.config.layout import JUDGE, VALIDATION
 from hybridflow.config.needs import needs_reference, needs_teacher
 from hybridflow.config.reward import has_classifier, has_judge
 from hybridflow.controller import Backend, Factories, RankInfo, Worker, WorkerGroup, WorkerHost
@@ -114,6 +114,12 @@ ROLES: tuple[RoleSpec, ...] = (
         RewardModelGroup,
         RoleBuilders.reward_model,
         lambda config, named: has_classifier(config.reward),
+    ),
+    RoleSpec(
+        VALIDATION,
+        RolloutGroup,
+        RoleBuilders.rollout,
+        lambda config, named: config.trainer.val_in_background,
     ),
     RoleSpec(JUDGE, RolloutGroup, RoleBuilders.judge, lambda config, named: has_judge(config.reward)),
     RoleSpec("process_reward", ProcessRewardGroup, RoleBuilders.process_reward, _has_process_rewards),

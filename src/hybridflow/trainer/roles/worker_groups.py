@@ -5,7 +5,7 @@ config ─► roles ─► devices ─► a backend, whose processes build engin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from operator import methodcaller
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hybridflow.config import PPOConfig
-from hybridflow.config.layout import JUDGE, lives_alone
+from hybridflow.config.layout import JUDGE, VALIDATION, lives_alone
 from hybridflow.controller import Factories, MeshInfo, Placement, WorkerFactory, WorkerHost
 from hybridflow.controller.build import Start, data_parallel, hosting
 from hybridflow.data.tokenizer import Tokenizer
@@ -78,9 +78,11 @@ def start_roles(
         return {**data_parallel(placement), **meshes(config, names, placement)}
 
     part = None
-    if JUDGE in names and lives_alone(config.trainer, JUDGE):  # `start_judge` starts it
-        names.remove(JUDGE)
-        part = methodcaller("without", JUDGE)
+    # `start_judge` and `validation_starter` start these
+    apart = [role for role in (JUDGE, VALIDATION) if role in names and lives_alone(config.trainer, role)]
+    if apart:
+        names = [name for name in names if name not in apart]
+        part = methodcaller("without", *apart)
     with progress.phase("starting the workers"):
         return groups(start(make, arrange, part), names, config)
 
@@ -94,15 +96,30 @@ def start_judge(
     if roles.judge is not None:
         judge.begin({JUDGE: roles.judge}, None)
         return
-    facts = facts_of(config, tokenizer, 1, nonfinite)
     width = config.reward.reward_model.rollout.tensor_model_parallel_size
-    placement = Placement.from_config(config.trainer, needed_roles(config))
-    replicas = {part.pools[0].name: part for part in placement.replicas(JUDGE, width)}
-
-    def start_one(name: str) -> RolloutGroup:
-        part = replicas[name]
-        backend = start(partial(factories, facts), partial(meshes, config, [JUDGE]), lambda whole: part)
-        return RolloutGroup(backend, JUDGE)
-
+    starters = _replica_starters(config, tokenizer, start, nonfinite, JUDGE, width)
     with progress.phase("starting the judge"):
-        judge.begin({name: start_one(name) for name in replicas}, start_one)
+        judge.begin({name: starter() for name, starter in starters.items()}, lambda name: starters[name]())
+
+
+def validation_starter(
+    config: PPOConfig, tokenizer: Tokenizer, start: Start, nonfinite: Path
+) -> Callable[[], RolloutGroup]:
+    """Return the function that starts the replica of `trainer.val_in_background`, or starts it again."""
+    width = config.actor_rollout_ref.rollout.tensor_model_parallel_size
+    (starter,) = _replica_starters(config, tokenizer, start, nonfinite, VALIDATION, width).values()
+    return starter
+
+
+def _replica_starters(
+    config: PPOConfig, tokenizer: Tokenizer, start: Start, nonfinite: Path, role: str, width: int
+) -> dict[str, Callable[[], RolloutGroup]]:
+    """Return the function that starts each replica of a role in a pool of its own, on `width` devices."""
+    facts = facts_of(config, tokenizer, 1, nonfinite)
+    placement = Placement.from_config(config.trainer, needed_roles(config))
+
+    def start_one(part: Placement) -> RolloutGroup:
+        backend = start(partial(factories, facts), partial(meshes, config, [role]), lambda whole: part)
+        return RolloutGroup(backend, role)
+
+    return {part.pools[0].name: partial(start_one, part) for part in placement.replicas(role, width)}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from engine_zoo import LENGTHS, training_rows
@@ -22,7 +22,7 @@ from transformers import (
 from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.checkpoint.sharded import load_shards, save_shards
 from hybridflow.config.actor_rollout_ref import ActorConfig
-from hybridflow.config.model import OptimConfig
+from hybridflow.config.model import FSDPConfig, OptimConfig
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.distributed.process_group import rank_and_size
 from hybridflow.distributed.shards import is_absent
@@ -82,6 +82,7 @@ class Setting:
     strategy: str = "megatron"
     sizes: dict[str, int] = field(default_factory=dict)
     recompute: bool = False
+    context: Literal["ulysses", "ring"] = "ulysses"
     optim: OptimConfig | None = OPTIM
 
 
@@ -112,6 +113,7 @@ def build(setting: Setting) -> Any:
         name="actor",
         optim=setting.optim,
         grad_clip=0.5,
+        fsdp=FSDPConfig(context_parallel=setting.context),
         layout=ParallelLayout.from_keys(world_size, **setting.sizes),
         strategy=setting.strategy,
     )

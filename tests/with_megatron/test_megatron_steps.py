@@ -20,6 +20,7 @@ TENSOR = {"tensor": 2}
 STAGES = {"pipeline": 2}
 EXPERTS = {"experts": 2}
 BOTH = {"tensor": 2, "pipeline": 2}
+SHARED = {"sequence": 2}
 
 
 @contextmanager
@@ -78,6 +79,8 @@ def assert_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> Non
         ("qwen3_moe", EXPERTS, False),
         ("qwen3_moe, raw", EXPERTS, True),
         ("mixtral", EXPERTS, False),
+        ("odd vocabulary", SHARED, False),
+        ("qwen3_moe", SHARED, True),
     ],
 )
 def test_five_steps_on_two_ranks(
@@ -92,7 +95,23 @@ def test_five_steps_on_two_ranks(
         )
 
 
-@pytest.mark.parametrize(("family", "sizes"), [("qwen3", BOTH), ("llama", TENSOR), ("mixtral", EXPERTS)])
+def test_five_steps_in_a_ring(two_ranks: Ranks, tmp_path: Path) -> None:
+    setting = Setting(save_model(tmp_path, "llama3 rope"), sizes=SHARED, recompute=True, context="ring")
+    with fresh(two_ranks):
+        assert_same(two_ranks.run(train, setting), two_ranks.run(train, replace(setting, strategy="fsdp2")))
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen3", BOTH),
+        ("llama", TENSOR),
+        ("mixtral", EXPERTS),
+        ("odd vocabulary", SHARED | TENSOR),
+        ("llama", SHARED | STAGES),
+        ("qwen3_moe", SHARED | EXPERTS),
+    ],
+)
 def test_five_steps_on_four_ranks(
     four_ranks: Ranks, tmp_path: Path, family: str, sizes: dict[str, int]
 ) -> None:
@@ -105,7 +124,8 @@ def test_five_steps_on_four_ranks(
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes"), [("odd vocabulary", TENSOR), ("llama", STAGES), ("qwen3_moe", EXPERTS)]
+    ("family", "sizes"),
+    [("odd vocabulary", TENSOR), ("llama", STAGES), ("qwen3_moe", EXPERTS), ("qwen2", SHARED)],
 )
 def test_a_state_goes_there_and_back(
     two_ranks: Ranks, tmp_path: Path, family: str, sizes: dict[str, int]

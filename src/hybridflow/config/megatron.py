@@ -16,9 +16,15 @@ from hybridflow.config.model import FSDPConfig, ModelConfig, OptimConfig
 from hybridflow.config.needs import needs_reference, wants_full_kl
 from hybridflow.config.preference import DPOConfig, RewardModelConfig
 from hybridflow.config.root import PPOConfig, SFTConfig
+from hybridflow.config.tree import get_value
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
+SIZES = (
+    "ulysses_sequence_parallel_size",
+    *(f"fsdp_config.{name}_parallel_size" for name in ("tensor", "pipeline", "expert")),
+)
+"""Keys below a role with the numbers of ranks that megatron-core makes groups of, once in a process."""
 TORCH = "PyTorch's own engine (FSDP2, tensor parallelism, stages by 1F1B)"
 
 
@@ -42,7 +48,7 @@ def megatron_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
             yield from _of_ppo(config)
     elif config.engine.strategy == "megatron":
         key = "engine.strategy"
-        yield from _of_block(key, "engine", config.engine, config.engine.ulysses_sequence_parallel_size)
+        yield from _of_block(key, "engine", config.engine)
         yield from _of_model(key, "model", config.model)
         yield from _of_optimizer(key, "optim", config.optim)
         if isinstance(config, (DPOConfig, RewardModelConfig)):
@@ -53,7 +59,7 @@ def _of_ppo(config: PPOConfig) -> Iterator[str]:
     key = f"{ACTOR}.strategy"
     roles = config.actor_rollout_ref
     actor = roles.actor
-    yield from _of_block(key, f"{ACTOR}.fsdp_config", actor.fsdp_config, actor.ulysses_sequence_parallel_size)
+    yield from _of_block(key, f"{ACTOR}.fsdp_config", actor.fsdp_config)
     yield from _of_model(key, "actor_rollout_ref.model", roles.model)
     yield from _of_optimizer(key, f"{ACTOR}.optim", actor.optim)
     refused = {
@@ -68,19 +74,19 @@ def _of_ppo(config: PPOConfig) -> Iterator[str]:
     if not needs_reference(config):
         return
     ref = roles.ref
-    yield from _of_block(key, f"{REF}.fsdp_config", ref.fsdp_config, ref.ulysses_sequence_parallel_size or 1)
+    yield from _of_block(key, f"{REF}.fsdp_config", ref.fsdp_config)
     yield from _of_model(key, f"{REF}.model", ref.model)
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
-        here = getattr(actor.fsdp_config, name)
-        there = getattr(ref.fsdp_config, name)
-        if here != there:
+    for name in SIZES:
+        here = get_value(config, f"{ACTOR}.{name}")
+        there = get_value(config, f"{REF}.{name}")
+        if there not in (here, None):
             yield (
-                f"{key}=megatron: megatron-core has one layout in a process, and {ACTOR}.fsdp_config.{name}="
-                f"{here} while {REF}.fsdp_config.{name}={there}: make them equal"
+                f"{key}=megatron: megatron-core has one layout in a process, and {ACTOR}.{name}={here} while "
+                f"{REF}.{name}={there}: make them equal"
             )
 
 
-def _of_block(key: str, block: str, fsdp: FSDPConfig, sequence: int) -> Iterator[str]:
+def _of_block(key: str, block: str, fsdp: FSDPConfig) -> Iterator[str]:
     refused = {
         f"{block}.{name}={getattr(fsdp, name)}": bool(getattr(fsdp, name))
         for name in ("param_offload", "optimizer_offload", "offload_policy", "use_torch_compile")
@@ -89,8 +95,6 @@ def _of_block(key: str, block: str, fsdp: FSDPConfig, sequence: int) -> Iterator
     refused[f"{block}.virtual_pipeline_parallel_size={parts}"] = parts > 1
     dtype = fsdp.mixed_precision.param_dtype
     refused[f"{block}.mixed_precision.param_dtype={dtype}"] = dtype not in ("auto", "float32", "bfloat16")
-    where = block.rpartition(".")[0] or block
-    refused[f"{where}.ulysses_sequence_parallel_size={sequence} (it needs Transformer Engine)"] = sequence > 1
     yield from _refusals(key, refused)
 
 

@@ -94,7 +94,8 @@ def build_engine(
     }
     if strategy == "megatron":
         assert kind == "policy" and mesh is not None, "other models and single ranks are PyTorch's"
-        return _megatron_engine(resolve_dtype(dtype, device), mesh, settings, updates)
+        ring = fsdp.context_parallel == "ring"
+        return _megatron_engine(resolve_dtype(dtype, device), mesh, settings, {**updates, "ring": ring})
     compute_dtypes: dict[str, torch.dtype] = {}
     blocks: list[nn.Module] = []
     stage: Stage | None = None

@@ -27,12 +27,12 @@ def resolved(kind: type, *words: str) -> tuple[object, list[str]]:
 
 @pytest.mark.usefixtures("installed")
 def test_megatron_core_serves_it() -> None:
-    config, notes = resolved(PPOConfig)
+    config, notes = resolved(PPOConfig, KL, "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2")
     assert config.actor_rollout_ref.actor.strategy == "megatron"
     assert config.actor_rollout_ref.rollout.exact is False
     assert any("megatron-core trains" in note for note in notes)
     assert not list(megatron_problems(config))
-    config, notes = resolved(SFTConfig)
+    config, notes = resolved(SFTConfig, "engine.ulysses_sequence_parallel_size=2")
     assert config.engine.strategy == "megatron" and any("megatron-core trains" in note for note in notes)
     assert not list(megatron_problems(config))
 
@@ -69,7 +69,7 @@ def test_pytorch_serves_it(monkeypatch: pytest.MonkeyPatch) -> None:
         (PPOConfig, ["actor_rollout_ref.actor.router_aux_loss_coef=0.1"], "router_aux_loss_coef=0.1"),
         (PPOConfig, [KL, "actor_rollout_ref.actor.kl_loss_type=full"], "kl_loss_type=full"),
         (PPOConfig, [KL, "actor_rollout_ref.ref.fsdp_config.tensor_parallel_size=2"], "make them equal"),
-        (SFTConfig, ["engine.ulysses_sequence_parallel_size=2"], "engine.ulysses_sequence_parallel_size=2"),
+        (PPOConfig, [KL, "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2"], "make them equal"),
         (
             SFTConfig,
             ["engine.pipeline_parallel_size=2", "engine.virtual_pipeline_parallel_size=2"],

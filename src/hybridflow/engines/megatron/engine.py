@@ -47,7 +47,8 @@ from hybridflow.models.files.export import save_config, save_hf_sharded
 from hybridflow.models.files.sharded_load import MetaModel, load_weights
 from hybridflow.models.heads.log_probs import TokenOutputs, token_log_probs
 from hybridflow.models.output_spec import Outputs, OutputSpec
-from hybridflow.models.policy import PolicyModel
+from hybridflow.models.parallel.sequence_parallel import SequenceCut
+from hybridflow.models.policy import PolicyModel, sequence_cut
 from hybridflow.protocol.packing import PackedBatch
 
 _sizes: list[ParallelLayout] = []
@@ -73,6 +74,7 @@ def join_groups(layout: ParallelLayout, device: torch.device) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=1,
         distributed_timeout_minutes=max(1, math.ceil(timeout_s() / 60)),
@@ -83,8 +85,9 @@ def join_groups(layout: ParallelLayout, device: torch.device) -> None:
 class MegatronEngine(MicroBatchEngine):
     """A `TrainEngine` whose model is a stage of megatron-core's decoder.
 
-    `meta` is the policy on the meta device and the files of its weights; the layout is that of `mesh`. The
-    others are those of `MicroBatchEngine`. All ranks build it together.
+    `meta` is the policy on the meta device and the files of its weights; the layout is that of `mesh`. Ranks
+    that share rows attend in a ring, or else by heads. The others are those of `MicroBatchEngine`. All ranks
+    build it together.
     """
 
     def __init__(
@@ -95,6 +98,7 @@ class MegatronEngine(MicroBatchEngine):
         device: torch.device,
         optim: OptimConfig | None,
         recompute: bool,
+        ring: bool,
         **settings: Any,
     ) -> None:
         assert isinstance(meta.module, PolicyModel), "only policies train in megatron-core"
@@ -105,6 +109,7 @@ class MegatronEngine(MicroBatchEngine):
         self.module.column = mesh.column
         self.network = build_network(meta.module, mesh.layout, meta.dtype, device, recompute=recompute)
         self.dtype = meta.dtype
+        self.ring = ring
         self.weights = HFWeights(self.module, self.network, mesh)
         optimizer: DistributedAdamW | None = None
         if optim is None:
@@ -191,14 +196,18 @@ class MegatronEngine(MicroBatchEngine):
         Where the last stage is, `share_of` gets outputs and micro-batch and returns a share of the loss.
         """
         _refuse_spec(spec)
+        assert self.mesh is not None
+        group = self.mesh.sequence_group
         count = torch.zeros((), dtype=torch.int, device=self.device)
 
         def step(moved: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Any]:
             micro = next(moved)
-            states = self.network.rows_forward(micro.packed)
+            packed = micro.packed
+            cut = sequence_cut(packed, group, self.module.config, self.ring)
+            states = self.network.rows_forward(packed, cut)
 
             def loss(states: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-                return share_of(self._outputs(states, micro.packed, spec), micro), count, {}
+                return share_of(self._outputs(states, packed, cut, spec), micro), count, {}
 
             return states, loss
 
@@ -213,25 +222,36 @@ class MegatronEngine(MicroBatchEngine):
             forward_only=forward_only,
         )
 
-    def _outputs(self, states: Tensor, packed: PackedBatch, spec: OutputSpec) -> Outputs:
-        """Return the outputs [M] of the last stage for its states [N, 1, H]."""
-        chosen = states[:, 0].index_select(0, packed.predict_index)
+    def _outputs(
+        self, states: Tensor, packed: PackedBatch, cut: SequenceCut | None, spec: OutputSpec
+    ) -> Outputs:
+        """Return the outputs [M] of the last stage for its states [P, 1, H]."""
+        index = packed.predict_index
+        targets = packed.targets
+        if cut is not None:
+            index = cut.predict_index
+            targets = targets[cut.own]
+        chosen = states[:, 0].index_select(0, index)
+        if cut is not None:
+            chosen = cut.deal(chosen)
         weight = self.network.head_weight
         if self.layout.tp > 1:
             first = parallel_state.get_tensor_model_parallel_rank() * len(weight)
             count = max(0, min(len(weight), self.vocabulary - first))
-            cut = HeadCut(parallel_state.get_tensor_model_parallel_group(), first, count)
-            found: TokenOutputs = parallel_log_probs(chosen, weight, packed.targets, spec, cut)
+            own = HeadCut(parallel_state.get_tensor_model_parallel_group(), first, count)
+            found: TokenOutputs = parallel_log_probs(chosen, weight, targets, spec, own)
         else:
             found = token_log_probs(
                 chosen,
                 weight,
                 None,
-                packed.targets,
+                targets,
                 temperature=spec.temperature,
                 with_entropy=spec.entropy,
                 with_sum_pi_squared=spec.sum_pi_squared,
             )
+        if cut is not None:
+            found = cut.gather_outputs(found)
         return {name: value for name, value in found._asdict().items() if value is not None}
 
     def _measure(self, sums: Accumulated) -> tuple[float, Tensor]:

@@ -1,10 +1,11 @@
 """A decoder of megatron-core for a Hugging Face configuration, with our attention over packed rows.
 
-    packed rows ──► embeddings ──► layers of this stage ──► states [N, 1, H]
+    packed rows ──► this rank's P tokens ──► embeddings ──► layers of this stage ──► states [P, 1, H]
 
-megatron-core's own layers without Transformer Engine know no packed rows. So two parts are ours: the core
-attention, which is the one of all engines (`models/attention/layouts.py`), and the rotary angles, which come
-from the frequencies of the Hugging Face model at the positions within rows. Both get the micro-batch where
+megatron-core's own layers without Transformer Engine know no packed rows, and no ranks that share them. So
+two parts are ours: the core attention, which is the one of all engines (`models/attention/layouts.py`, and
+`models/parallel` where ranks have a part of the tokens each), and the rotary angles, which come from the
+frequencies of the Hugging Face model at the positions within rows. Both get the micro-batch where
 megatron-core hands on `packed_seq_params`, which recomputed layers see again.
 """
 
@@ -24,9 +25,10 @@ from torch import Tensor, nn
 
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.errors import ModelError
-from hybridflow.models.attention.layouts import PackedLayout
+from hybridflow.models.attention.layouts import Layout, PackedLayout
 from hybridflow.models.attention.scores import Scores
 from hybridflow.models.experts.layers import experts_per_token, num_experts
+from hybridflow.models.parallel.sequence_parallel import SequenceCut
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol.packing import PackedBatch
 
@@ -40,8 +42,9 @@ WAY_OUT = "Set strategy=fsdp2, PyTorch's own engine, which trains it"
 class PackedRows:
     """The rows of a micro-batch, as megatron-core's layers hand them on."""
 
-    packed: PackedBatch
-    layout: PackedLayout
+    positions: Tensor
+    """[P] int64, the positions within rows of the tokens that this rank computes."""
+    layout: Layout
     qkv_format: str = "sbhd"
     """The layout of queries as megatron-core names it: tokens, 1, heads, dimensions."""
     cp_group: None = None
@@ -65,7 +68,7 @@ class PackedAttention(nn.Module):
         packed_seq_params: PackedRows,
         **others: Any,
     ) -> Tensor:
-        """query [N, 1, H, D], key and value [N, 1, KV, D] -> [N, 1, H·D]."""
+        """query [P, 1, H, D], key and value [P, 1, KV, D] -> [P, 1, H·D]."""
         query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         attended = packed_seq_params.layout.attend(query, key, value, self.scores)
         return attended.transpose(0, 1).flatten(2)
@@ -86,8 +89,8 @@ class RowAngles(nn.Module):
         return rows
 
     def forward(self, rows: PackedRows, **others: Any) -> Tensor:
-        """Return angles [N, 1, 1, D], float32."""
-        angles = rows.packed.position_ids.float()[:, None] * self.frequencies
+        """Return angles [P, 1, 1, D], float32."""
+        angles = rows.positions.float()[:, None] * self.frequencies
         return torch.cat([angles, angles], dim=-1)[:, None, None]
 
 
@@ -97,11 +100,16 @@ class Network(GPTModel):  # type: ignore[misc]
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
 
-    def rows_forward(self, packed: PackedBatch) -> Tensor:
-        """Return the states [N, 1, H] after this stage, of packed rows on its device."""
-        device = packed.input_ids.device
-        rows = PackedRows(packed, PackedLayout.build(packed.lengths, device))
-        states: Tensor = self(packed.input_ids[None], None, None, packed_seq_params=rows)
+    def rows_forward(self, packed: PackedBatch, cut: SequenceCut | None) -> Tensor:
+        """Return the states [P, 1, H] after this stage, of all tokens of packed rows on its device, or of
+        this rank's part under a cut.
+        """
+        tokens = packed.input_ids
+        rows = PackedRows(packed.position_ids, PackedLayout.build(packed.lengths, tokens.device))
+        if cut is not None:
+            tokens = cut.tokens(tokens)
+            rows = PackedRows(cut.tokens(packed.position_ids), cut.layout(rows.layout))
+        states: Tensor = self(tokens[None], None, None, packed_seq_params=rows)
         return states
 
     @property
@@ -159,8 +167,6 @@ def _odd_sizes(config: Any, layout: ParallelLayout) -> Iterator[str]:
             f"tensor_parallel_size={layout.tp} beside experts needs sequence parallelism, which "
             "megatron-core's norms have with Transformer Engine only"
         )
-    if layout.cp > 1:
-        yield f"ulysses_sequence_parallel_size={layout.cp} needs Transformer Engine's attention"
 
 
 def transformer_config(
@@ -205,6 +211,7 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=1,
         moe_token_dispatcher_type="alltoall",

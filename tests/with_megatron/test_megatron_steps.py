@@ -13,6 +13,7 @@ import torch
 from engine_zoo import training_rows
 from megatron_runs import Setting, padding, read_and_export, resume, save, save_model, train
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
 from ranks import Ranks
 
@@ -99,6 +100,29 @@ def test_five_steps_in_a_ring(two_ranks: Ranks, tmp_path: Path) -> None:
     setting = Setting(save_model(tmp_path, "llama3 rope"), sizes=SHARED, recompute=True, context="ring")
     with fresh(two_ranks):
         assert_same(two_ranks.run(train, setting), two_ranks.run(train, replace(setting, strategy="fsdp2")))
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "kind"),
+    [
+        ("llama", TENSOR, AutoModelForCausalLM),
+        ("qwen2", STAGES, AutoModelForTokenClassification),
+        ("qwen3", SHARED, AutoModelForTokenClassification),
+        ("mixtral", EXPERTS, AutoModelForCausalLM),
+    ],
+)
+def test_a_value_model(
+    two_ranks: Ranks, tmp_path: Path, family: str, sizes: dict[str, int], kind: Any
+) -> None:
+    """Its head starts at zero, or is a classifier's; it goes on in the other engine, and comes back."""
+    folder = save_model(tmp_path / "model", family, kind)
+    there = Setting(folder, sizes=sizes, recompute=sizes == STAGES, kind="value")
+    here = replace(there, strategy="fsdp2", sizes={})
+    with fresh(two_ranks):
+        went_on = two_ranks.run(save, there, str(tmp_path / "megatron"))
+        assert_same(went_on, two_ranks.run(save, here, str(tmp_path / "torch")))
+        assert_same(two_ranks.run(resume, here, str(tmp_path / "megatron")), went_on)
+        assert_same(two_ranks.run(resume, there, str(tmp_path / "torch")), went_on)
 
 
 @pytest.mark.parametrize(

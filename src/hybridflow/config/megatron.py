@@ -1,6 +1,6 @@
 """The engine behind `strategy=megatron`: megatron-core where it is installed, else PyTorch's own.
 
-    megatron-core installed, several processes   the actor and the reference, or the model of a supervised run
+    megatron-core installed, several processes   actor, reference and critic, or the model of a supervised run
     not installed, or one process                PyTorch's own engine, which has the same layouts
 
 What megatron-core does not serve here is refused before anything is allocated.
@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from hybridflow.config.layout import num_processes, pool_sizes
+from hybridflow.config.layout import num_processes, pool_sizes, share_a_pool
 from hybridflow.config.model import FSDPConfig, ModelConfig, OptimConfig
-from hybridflow.config.needs import needs_reference, wants_full_kl
+from hybridflow.config.needs import has_divergence, needs_reference, wants_full_kl
 from hybridflow.config.preference import DPOConfig, RewardModelConfig
 from hybridflow.config.root import PPOConfig, SFTConfig
 from hybridflow.config.tree import get_value
@@ -28,12 +28,12 @@ SIZES = (
 TORCH = "PyTorch's own engine (FSDP2, tensor parallelism, stages by 1F1B)"
 
 
-def megatron_serves(config: PPOConfig | SFTConfig) -> str | None:
-    """Return why PyTorch's engine serves a run that asks for megatron, or None where megatron-core does."""
+def megatron_serves(config: PPOConfig | SFTConfig, role: str = "actor") -> str | None:
+    """Return why PyTorch's engine serves a role that asks for megatron, or None where megatron-core does."""
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         return "the package megatron-core is not installed"
     if isinstance(config, PPOConfig):
-        processes = sum(pool_sizes(config.trainer, "actor"))
+        processes = sum(pool_sizes(config.trainer, role))
     else:
         processes = num_processes(config.trainer)
     if processes == 1:
@@ -46,6 +46,8 @@ def megatron_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
     if isinstance(config, PPOConfig):
         if config.actor_rollout_ref.actor.strategy == "megatron":
             yield from _of_ppo(config)
+        if config.critic.enable and config.critic.strategy == "megatron":
+            yield from _of_critic(config)
     elif config.engine.strategy == "megatron":
         key = "engine.strategy"
         yield from _of_block(key, "engine", config.engine)
@@ -70,19 +72,37 @@ def _of_ppo(config: PPOConfig) -> Iterator[str]:
         "actor_rollout_ref.rollout.exact=true": roles.rollout.exact is True,
         f"algorithm.ref_update_freq={config.algorithm.ref_update_freq}": config.algorithm.ref_update_freq > 0,
     }
+    divergence = config.distillation.distillation_loss.loss_mode
+    refused[f"distillation.distillation_loss.loss_mode={divergence}"] = has_divergence(config)
     yield from _refusals(key, refused)
     if not needs_reference(config):
         return
     ref = roles.ref
     yield from _of_block(key, f"{REF}.fsdp_config", ref.fsdp_config)
     yield from _of_model(key, f"{REF}.model", ref.model)
+    yield from _other_sizes(key, config, REF)
+
+
+def _of_critic(config: PPOConfig) -> Iterator[str]:
+    key = "critic.strategy"
+    yield from _of_block(key, "critic.fsdp_config", config.critic.fsdp_config)
+    yield from _of_model(key, "critic.model", config.critic.model)
+    yield from _of_optimizer(key, "critic.optim", config.critic.optim)
+    if config.actor_rollout_ref.actor.strategy == "megatron" and share_a_pool(
+        config.trainer, "critic", "actor"
+    ):
+        yield from _other_sizes(key, config, "critic")
+
+
+def _other_sizes(key: str, config: PPOConfig, block: str) -> Iterator[str]:
+    """Yield the sizes of a role that differ from those of the actor, whose processes it shares."""
     for name in SIZES:
         here = get_value(config, f"{ACTOR}.{name}")
-        there = get_value(config, f"{REF}.{name}")
+        there = get_value(config, f"{block}.{name}")
         if there not in (here, None):
             yield (
                 f"{key}=megatron: megatron-core has one layout in a process, and {ACTOR}.{name}={here} while "
-                f"{REF}.{name}={there}: make them equal"
+                f"{block}.{name}={there}: make them equal, or set {key}=fsdp2"
             )
 
 

@@ -30,6 +30,7 @@ from hybridflow.models.attention.scores import Scores
 from hybridflow.models.experts.layers import experts_per_token, num_experts
 from hybridflow.models.parallel.sequence_parallel import SequenceCut
 from hybridflow.models.policy import PolicyModel
+from hybridflow.models.value import ValueModel
 from hybridflow.protocol.packing import PackedBatch
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
@@ -96,6 +97,9 @@ class RowAngles(nn.Module):
 
 class Network(GPTModel):  # type: ignore[misc]
     """The stage of a decoder that this rank holds; the last one gives states in the place of logits."""
+
+    value_head: nn.Linear
+    """The head of a value model, on the last stage."""
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
@@ -232,10 +236,18 @@ def transformer_config(
 
 
 def build_network(
-    policy: PolicyModel, layout: ParallelLayout, dtype: torch.dtype, device: torch.device, *, recompute: bool
+    model: PolicyModel | ValueModel,
+    layout: ParallelLayout,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    recompute: bool,
 ) -> Network:
     """Return this rank's stage with unwritten memory for its weights; all ranks call it together."""
-    config: Any = policy.config
+    config: Any = model.config
+    backbone: Any = model.text
+    table: Any = backbone.get_input_embeddings()
+    is_policy = isinstance(model, PolicyModel)
     settings = transformer_config(config, layout, dtype, recompute=recompute)
     spec = get_gpt_layer_local_spec(
         num_experts=settings.num_moe_experts,
@@ -246,16 +258,18 @@ def build_network(
     network = Network(
         config=settings,
         transformer_layer_spec=spec,
-        vocab_size=-(-policy.head.weight.shape[0] // layout.tp) * layout.tp,
+        vocab_size=-(-table.weight.shape[0] // layout.tp) * layout.tp,
         max_sequence_length=config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=bool(config.tie_word_embeddings),
+        share_embeddings_and_output_weights=is_policy and bool(config.tie_word_embeddings),
         position_embedding_type="rope",
     )
-    backbone: Any = policy.text
     network.rotary_pos_emb = RowAngles(backbone.rotary_emb.inv_freq)
-    table: Any = policy.hf.get_input_embeddings()
+    if not is_policy and network.post_process:
+        del network.output_layer
+        own = {"bias": model.head.bias is not None, "dtype": model.head.weight.dtype}
+        network.value_head = nn.utils.skip_init(nn.Linear, config.hidden_size, 1, **own)
     padding: int | None = table.padding_idx
     if network.pre_process and padding is not None:
         network.embedding.word_embeddings.register_forward_hook(partial(_keep_padding, padding))

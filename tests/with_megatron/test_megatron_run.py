@@ -115,6 +115,8 @@ def test_runs(inputs: Inputs, tmp_path: Path, name: str) -> None:
     wanted = of_both_engines(tmp_path / "here")
     assert sorted(wanted) == [1, 2, 3, 4, 5]
     assert_alike(wanted, of_both_engines(tmp_path / "there"), rel=1e-5)
+    if layout.processes > 2:  # its parts cross on two
+        return
     # each goes on from the third step of the other
     for run_name, source, more in (("crossed", "here", layout.words()), ("back", "there", ())):
         path = f"trainer.resume_from_path={tmp_path / source / 'global_step_3'}"

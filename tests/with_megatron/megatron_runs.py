@@ -86,6 +86,7 @@ class Setting:
     recompute: bool = False
     context: Literal["ulysses", "ring"] = "ulysses"
     kind: Literal["policy", "value"] = "policy"
+    dtype: str = "auto"
     optim: OptimConfig | None = OPTIM
 
 
@@ -111,7 +112,7 @@ def build(setting: Setting) -> Any:
         {
             "path": setting.folder,
             "device": torch.device("cpu"),
-            "dtype": "auto",
+            "dtype": setting.dtype,
             "gradient_checkpointing": setting.recompute,
             "probe": False,
         },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from engine_zoo import LENGTHS, training_rows
@@ -22,15 +22,17 @@ from transformers import (
 from hybridflow.algorithms.aggregation import LossScale
 from hybridflow.checkpoint.sharded import load_shards, save_shards
 from hybridflow.config.actor_rollout_ref import ActorConfig
-from hybridflow.config.model import OptimConfig
+from hybridflow.config.model import FSDPConfig, OptimConfig
+from hybridflow.config.root import CriticConfig
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.distributed.process_group import rank_and_size
 from hybridflow.distributed.shards import is_absent
 from hybridflow.engines import BatchLimits, OutputSpec
 from hybridflow.engines.build import build_engine
 from hybridflow.models.files.export import plain_weights
+from hybridflow.models.value import ValueModel
 from hybridflow.protocol import DataProto
-from hybridflow.workers.losses import find_policy_loss, policy_loss
+from hybridflow.workers.losses import critic_loss, find_policy_loss, policy_loss
 
 SPEC = OutputSpec(log_probs=True, entropy=True, sum_pi_squared=True, temperature=0.8)
 LIMITS = BatchLimits(24)
@@ -82,14 +84,19 @@ class Setting:
     strategy: str = "megatron"
     sizes: dict[str, int] = field(default_factory=dict)
     recompute: bool = False
+    context: Literal["ulysses", "ring"] = "ulysses"
+    kind: Literal["policy", "value"] = "policy"
+    dtype: str = "auto"
     optim: OptimConfig | None = OPTIM
 
 
-def save_model(folder: Path, family: str) -> str:
+def save_model(folder: Path, family: str, kind: Any = AutoModelForCausalLM) -> str:
     """A model folder whose norms and biases are not what a mix-up would leave unseen."""
+    config = FAMILIES[family]()
+    config.num_labels = 1  # of a classifier
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(3)
-        model = AutoModelForCausalLM.from_config(FAMILIES[family]())
+        model = kind.from_config(config)
         with torch.no_grad():
             for parameter in model.parameters():
                 if parameter.ndim == 1:
@@ -101,17 +108,18 @@ def save_model(folder: Path, family: str) -> str:
 def build(setting: Setting) -> Any:
     world_size = rank_and_size()[1]
     return build_engine(
-        "policy",
+        setting.kind,
         {
             "path": setting.folder,
             "device": torch.device("cpu"),
-            "dtype": "auto",
+            "dtype": setting.dtype,
             "gradient_checkpointing": setting.recompute,
             "probe": False,
         },
         name="actor",
         optim=setting.optim,
         grad_clip=0.5,
+        fsdp=FSDPConfig(context_parallel=setting.context),
         layout=ParallelLayout.from_keys(world_size, **setting.sizes),
         strategy=setting.strategy,
     )
@@ -121,10 +129,12 @@ def part_of(engine: Any) -> tuple[DataProto, Any]:
     """This rank's rows, and the loss over everyone's."""
     rows = training_rows(dtype=torch.float32)
     scale = LossScale.count(rows.batch["loss_mask"])
-    config = ActorConfig(entropy_coeff=0.1, loss_agg_mode="seq-mean-token-mean")
     parts = engine.layout.data
-    own = list(range(len(LENGTHS)))[engine.layout.data_rank(rank_and_size()[0]) :: parts]
-    return rows.select_idxs(own), policy_loss(config, scale, find_policy_loss(config))
+    own = rows.select_idxs(list(range(len(LENGTHS)))[engine.layout.data_rank(rank_and_size()[0]) :: parts])
+    if isinstance(engine.module, ValueModel):
+        return own, critic_loss(CriticConfig(), scale, None)
+    config = ActorConfig(entropy_coeff=0.1, loss_agg_mode="seq-mean-token-mean")
+    return own, policy_loss(config, scale, find_policy_loss(config))
 
 
 def whole(tensor: Tensor) -> Tensor:
@@ -138,7 +148,8 @@ def held(state: dict[str, Tensor]) -> dict[str, Tensor]:
 def go(engine: Any, steps: int) -> dict[str, Any]:
     """Train, and return what this rank has seen of it: it counts where the layout returns."""
     rows, loss = part_of(engine)
-    found: dict[str, Any] = {"before": engine.forward(rows, SPEC, LIMITS), "losses": [], "norms": []}
+    spec = OutputSpec(values=True) if isinstance(engine.module, ValueModel) else SPEC
+    found: dict[str, Any] = {"before": engine.forward(rows, spec, LIMITS), "losses": [], "norms": []}
     shares: list[float] = []
 
     def noting(outputs: dict[str, Tensor], micro: DataProto) -> Any:
@@ -148,10 +159,10 @@ def go(engine: Any, steps: int) -> dict[str, Any]:
 
     for _ in range(steps):
         shares.clear()
-        metrics = engine.train_mini_batch(rows, SPEC, noting, LIMITS).to_floats()
+        metrics = engine.train_mini_batch(rows, spec, noting, LIMITS).to_floats()
         found["losses"].append(sum(shares))
         found["norms"] += [value for name, value in metrics.items() if name == "actor/grad_norm"]
-    found["after"] = engine.forward(rows, SPEC, LIMITS)
+    found["after"] = engine.forward(rows, spec, LIMITS)
     state = engine.state_dict()
     found["weights"] = held(state["model"])
     found["moments"] = {

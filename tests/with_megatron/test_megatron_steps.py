@@ -13,6 +13,7 @@ import torch
 from engine_zoo import training_rows
 from megatron_runs import Setting, padding, read_and_export, resume, save, save_model, train
 from safetensors.torch import load_file
+from transformers import AutoModelForTokenClassification
 
 from ranks import Ranks
 
@@ -20,6 +21,7 @@ TENSOR = {"tensor": 2}
 STAGES = {"pipeline": 2}
 EXPERTS = {"experts": 2}
 BOTH = {"tensor": 2, "pipeline": 2}
+SHARED = {"sequence": 2}
 
 
 @contextmanager
@@ -78,6 +80,8 @@ def assert_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> Non
         ("qwen3_moe", EXPERTS, False),
         ("qwen3_moe, raw", EXPERTS, True),
         ("mixtral", EXPERTS, False),
+        ("odd vocabulary", SHARED, False),
+        ("qwen3_moe", SHARED, True),
     ],
 )
 def test_five_steps_on_two_ranks(
@@ -92,7 +96,61 @@ def test_five_steps_on_two_ranks(
         )
 
 
-@pytest.mark.parametrize(("family", "sizes"), [("qwen3", BOTH), ("llama", TENSOR), ("mixtral", EXPERTS)])
+def test_five_steps_in_a_ring(two_ranks: Ranks, tmp_path: Path) -> None:
+    setting = Setting(save_model(tmp_path, "llama3 rope"), sizes=SHARED, recompute=True, context="ring")
+    with fresh(two_ranks):
+        assert_same(two_ranks.run(train, setting), two_ranks.run(train, replace(setting, strategy="fsdp2")))
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "recompute"),
+    [
+        ("llama", TENSOR, False),
+        ("qwen2", STAGES, True),
+        ("qwen3", SHARED, False),
+        ("mixtral", EXPERTS, False),
+    ],
+)
+def test_a_value_model(
+    two_ranks: Ranks, tmp_path: Path, family: str, sizes: dict[str, int], recompute: bool
+) -> None:
+    """Its head starts at zero; it goes on in the other engine, and comes back."""
+    folder = save_model(tmp_path / "model", family)
+    there = Setting(folder, sizes=sizes, recompute=recompute, kind="value")
+    here = replace(there, strategy="fsdp2", sizes={})
+    with fresh(two_ranks):
+        went_on = two_ranks.run(save, there, str(tmp_path / "megatron"))
+        assert_same(went_on, two_ranks.run(save, here, str(tmp_path / "torch")))
+        assert_same(two_ranks.run(resume, here, str(tmp_path / "megatron")), went_on)
+        assert_same(two_ranks.run(resume, there, str(tmp_path / "torch")), went_on)
+
+
+def test_a_head_of_float32_beside_bfloat16(two_ranks: Ranks, tmp_path: Path) -> None:
+    folder = save_model(tmp_path / "model", "qwen2", AutoModelForTokenClassification)
+    setting = Setting(folder, kind="value", dtype="bfloat16")
+    with fresh(two_ranks):
+        went_on = two_ranks.run(save, setting, str(tmp_path / "state"))
+        resumed = two_ranks.run(resume, setting, str(tmp_path / "state"))
+        other = two_ranks.run(resume, replace(setting, strategy="fsdp2"), str(tmp_path / "state"))
+    for each, again in zip(went_on, resumed, strict=True):
+        assert each["losses"] == again["losses"]
+        for name, entry in each["moments"].items():
+            assert ("master" in entry) == (not name.startswith("head."))
+            assert all(torch.equal(entry[kind], again["moments"][name][kind]) for kind in entry)
+    assert other[0]["losses"] == pytest.approx(went_on[0]["losses"], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        ("qwen3", BOTH),
+        ("llama", TENSOR),
+        ("mixtral", EXPERTS),
+        ("odd vocabulary", SHARED | TENSOR),
+        ("llama", SHARED | STAGES),
+        ("qwen3_moe", SHARED | EXPERTS),
+    ],
+)
 def test_five_steps_on_four_ranks(
     four_ranks: Ranks, tmp_path: Path, family: str, sizes: dict[str, int]
 ) -> None:
@@ -105,7 +163,8 @@ def test_five_steps_on_four_ranks(
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes"), [("odd vocabulary", TENSOR), ("llama", STAGES), ("qwen3_moe", EXPERTS)]
+    ("family", "sizes"),
+    [("odd vocabulary", TENSOR), ("llama", STAGES), ("qwen3_moe", EXPERTS), ("qwen2", SHARED)],
 )
 def test_a_state_goes_there_and_back(
     two_ranks: Ranks, tmp_path: Path, family: str, sizes: dict[str, int]

@@ -1,6 +1,6 @@
 """The engine behind `strategy=megatron`: megatron-core where it is installed, else PyTorch's own.
 
-    megatron-core installed, several processes   the actor and the reference, or the model of a supervised run
+    megatron-core installed, several processes   actor, reference and critic, or the model of a supervised run
     not installed, or one process                PyTorch's own engine, which has the same layouts
 
 What megatron-core does not serve here is refused before anything is allocated.
@@ -11,23 +11,29 @@ from __future__ import annotations
 from collections.abc import Iterator
 from importlib.util import find_spec
 
-from hybridflow.config.layout import num_processes, pool_sizes
+from hybridflow.config.layout import num_processes, pool_sizes, share_a_pool
 from hybridflow.config.model import FSDPConfig, ModelConfig, OptimConfig
-from hybridflow.config.needs import needs_reference, wants_full_kl
+from hybridflow.config.needs import has_divergence, needs_reference, wants_full_kl
 from hybridflow.config.preference import DPOConfig, RewardModelConfig
 from hybridflow.config.root import PPOConfig, SFTConfig
+from hybridflow.config.tree import get_value
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
+SIZES = (
+    "ulysses_sequence_parallel_size",
+    *(f"fsdp_config.{name}_parallel_size" for name in ("tensor", "pipeline", "expert")),
+)
+"""Keys below a role with the numbers of ranks that megatron-core makes groups of, once in a process."""
 TORCH = "PyTorch's own engine (FSDP2, tensor parallelism, stages by 1F1B)"
 
 
-def megatron_serves(config: PPOConfig | SFTConfig) -> str | None:
-    """Return why PyTorch's engine serves a run that asks for megatron, or None where megatron-core does."""
+def megatron_serves(config: PPOConfig | SFTConfig, role: str = "actor") -> str | None:
+    """Return why PyTorch's engine serves a role that asks for megatron, or None where megatron-core does."""
     if find_spec("megatron") is None or find_spec("megatron.core") is None:
         return "the package megatron-core is not installed"
     if isinstance(config, PPOConfig):
-        processes = sum(pool_sizes(config.trainer, "actor"))
+        processes = sum(pool_sizes(config.trainer, role))
     else:
         processes = num_processes(config.trainer)
     if processes == 1:
@@ -40,9 +46,11 @@ def megatron_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
     if isinstance(config, PPOConfig):
         if config.actor_rollout_ref.actor.strategy == "megatron":
             yield from _of_ppo(config)
+        if config.critic.enable and config.critic.strategy == "megatron":
+            yield from _of_critic(config)
     elif config.engine.strategy == "megatron":
         key = "engine.strategy"
-        yield from _of_block(key, "engine", config.engine, config.engine.ulysses_sequence_parallel_size)
+        yield from _of_block(key, "engine", config.engine)
         yield from _of_model(key, "model", config.model)
         yield from _of_optimizer(key, "optim", config.optim)
         if isinstance(config, (DPOConfig, RewardModelConfig)):
@@ -53,7 +61,7 @@ def _of_ppo(config: PPOConfig) -> Iterator[str]:
     key = f"{ACTOR}.strategy"
     roles = config.actor_rollout_ref
     actor = roles.actor
-    yield from _of_block(key, f"{ACTOR}.fsdp_config", actor.fsdp_config, actor.ulysses_sequence_parallel_size)
+    yield from _of_block(key, f"{ACTOR}.fsdp_config", actor.fsdp_config)
     yield from _of_model(key, "actor_rollout_ref.model", roles.model)
     yield from _of_optimizer(key, f"{ACTOR}.optim", actor.optim)
     refused = {
@@ -64,23 +72,41 @@ def _of_ppo(config: PPOConfig) -> Iterator[str]:
         "actor_rollout_ref.rollout.exact=true": roles.rollout.exact is True,
         f"algorithm.ref_update_freq={config.algorithm.ref_update_freq}": config.algorithm.ref_update_freq > 0,
     }
+    divergence = config.distillation.distillation_loss.loss_mode
+    refused[f"distillation.distillation_loss.loss_mode={divergence}"] = has_divergence(config)
     yield from _refusals(key, refused)
     if not needs_reference(config):
         return
     ref = roles.ref
-    yield from _of_block(key, f"{REF}.fsdp_config", ref.fsdp_config, ref.ulysses_sequence_parallel_size or 1)
+    yield from _of_block(key, f"{REF}.fsdp_config", ref.fsdp_config)
     yield from _of_model(key, f"{REF}.model", ref.model)
-    for name in ("tensor_parallel_size", "pipeline_parallel_size", "expert_parallel_size"):
-        here = getattr(actor.fsdp_config, name)
-        there = getattr(ref.fsdp_config, name)
-        if here != there:
+    yield from _other_sizes(key, config, REF)
+
+
+def _of_critic(config: PPOConfig) -> Iterator[str]:
+    key = "critic.strategy"
+    yield from _of_block(key, "critic.fsdp_config", config.critic.fsdp_config)
+    yield from _of_model(key, "critic.model", config.critic.model)
+    yield from _of_optimizer(key, "critic.optim", config.critic.optim)
+    if config.actor_rollout_ref.actor.strategy == "megatron" and share_a_pool(
+        config.trainer, "critic", "actor"
+    ):
+        yield from _other_sizes(key, config, "critic")
+
+
+def _other_sizes(key: str, config: PPOConfig, block: str) -> Iterator[str]:
+    """Yield the sizes of a role that differ from those of the actor, whose processes it shares."""
+    for name in SIZES:
+        here = get_value(config, f"{ACTOR}.{name}")
+        there = get_value(config, f"{block}.{name}")
+        if there not in (here, None):
             yield (
-                f"{key}=megatron: megatron-core has one layout in a process, and {ACTOR}.fsdp_config.{name}="
-                f"{here} while {REF}.fsdp_config.{name}={there}: make them equal"
+                f"{key}=megatron: megatron-core has one layout in a process, and {ACTOR}.{name}={here} while "
+                f"{block}.{name}={there}: make them equal, or set {key}=fsdp2"
             )
 
 
-def _of_block(key: str, block: str, fsdp: FSDPConfig, sequence: int) -> Iterator[str]:
+def _of_block(key: str, block: str, fsdp: FSDPConfig) -> Iterator[str]:
     refused = {
         f"{block}.{name}={getattr(fsdp, name)}": bool(getattr(fsdp, name))
         for name in ("param_offload", "optimizer_offload", "offload_policy", "use_torch_compile")
@@ -89,8 +115,6 @@ def _of_block(key: str, block: str, fsdp: FSDPConfig, sequence: int) -> Iterator
     refused[f"{block}.virtual_pipeline_parallel_size={parts}"] = parts > 1
     dtype = fsdp.mixed_precision.param_dtype
     refused[f"{block}.mixed_precision.param_dtype={dtype}"] = dtype not in ("auto", "float32", "bfloat16")
-    where = block.rpartition(".")[0] or block
-    refused[f"{where}.ulysses_sequence_parallel_size={sequence} (it needs Transformer Engine)"] = sequence > 1
     yield from _refusals(key, refused)
 
 

@@ -197,21 +197,28 @@ def _engine(config: PPOConfig, given: Set[str], notes: list[str]) -> Values:
 
     megatron-core generates with a copy of the weights, whose log-probs are not those of training to the bit.
     """
-    values = _strategy(f"{ACTOR}.strategy", config, notes)
+    values = _strategy(f"{ACTOR}.strategy", config, notes, "actor")
     if values[f"{ACTOR}.strategy"] == "megatron" and config.actor_rollout_ref.rollout.exact == "auto":
         values[f"{ROLLOUT}.exact"] = False
     return values
 
 
+def _critics_engine(config: PPOConfig, given: Set[str], notes: list[str]) -> Values:
+    """Choose the engine of the critic, as `_engine` does, where there is one."""
+    if not config.critic.enable:
+        return {}
+    return _strategy("critic.strategy", config, notes, "critic")
+
+
 def _supervised_engine(config: SFTConfig, given: Set[str], notes: list[str]) -> Values:
     """Choose the engine of a supervised run, as `_engine` does."""
-    return _strategy("engine.strategy", config, notes)
+    return _strategy("engine.strategy", config, notes, "")
 
 
-def _strategy(key: str, config: PPOConfig | SFTConfig, notes: list[str]) -> Values:
+def _strategy(key: str, config: PPOConfig | SFTConfig, notes: list[str], role: str) -> Values:
     if get_value(config, key) != "megatron":
         return {key: "fsdp2"}
-    why = megatron_serves(config)
+    why = megatron_serves(config, role)
     if why is not None:
         notes.append(
             f"{key}=megatron: the sizes of its block are those of fsdp_config, and run by {TORCH}, not "
@@ -322,6 +329,7 @@ PPO: Steps = (
     _where_null(OVERLONG, _overlong),
     _where_null(f"{ACTOR}.loss_agg_mode", lambda config: getattr(loss_facts(config), "agg_mode", None)),
     _where_null("critic.enable", lambda config: getattr(estimator_facts(config), "critic", False)),
+    (("critic.strategy",), _critics_engine),
     _where_null(
         f"{PROCESS}.enable", lambda config: getattr(estimator_facts(config), "process_rewards", False)
     ),

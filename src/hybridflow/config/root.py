@@ -34,6 +34,11 @@ DEVICE_TOOLS = ("torch_memory", "nsys")
 class CriticConfig(ShardedLearnerConfig):
     """The value model: its batches, loss, optimizer and sharding."""
 
+    strategy: Literal["fsdp", "fsdp2", "megatron"] = key(
+        "fsdp2",
+        "Training engine of the critic, with the values of actor_rollout_ref.actor.strategy; the actor's may "
+        "be another.",
+    )
     enable: bool | None = key(None, "Build a critic; null: when the advantage estimator needs one.")
     model: ModelConfig = group(ModelConfig)
     optim: OptimConfig = group(OptimConfig, lr=1e-5)

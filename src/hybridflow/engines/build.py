@@ -71,9 +71,10 @@ def build_engine(
     """Build the engine of a policy, a value model or a reward model.
 
     `model` holds the arguments of `build_policy`; without `optim` nothing is trained. With more than one
-    rank, all ranks of the process group build it together. `strategy` megatron is for a policy over several
-    ranks, with none of the settings that its keys exclude. Raises ModelError as `build_policy` does, for a
-    reward model without a head that is not to be trained, and for what megatron-core does not serve.
+    rank, all ranks of the process group build it together. `strategy` megatron is for a policy or a value
+    model over several ranks, with none of the settings that its keys exclude. Raises ModelError as
+    `build_policy` does, for a reward model without a head that is not to be trained, and for what
+    megatron-core does not serve.
     """
     device = torch.device(model["device"])
     settings = {key: value for key, value in model.items() if key not in ("device", "dtype")}
@@ -97,8 +98,9 @@ def build_engine(
         "device": device,
     }
     if strategy == "megatron":
-        assert kind == "policy" and mesh is not None, "other models and single ranks are PyTorch's"
-        return _megatron_engine(resolve_dtype(dtype, device), mesh, settings, updates)
+        assert kind in ("policy", "value") and mesh is not None, "other models and single ranks are PyTorch's"
+        updates["ring"] = fsdp.context_parallel == "ring"
+        return _megatron_engine(kind, resolve_dtype(dtype, device), mesh, settings, updates)
     compute_dtypes: dict[str, torch.dtype] = {}
     blocks: list[nn.Module] = []
     stage: Stage | None = None
@@ -176,15 +178,15 @@ def _load(
 
 
 def _megatron_engine(
-    dtype: torch.dtype, mesh: EngineMesh, settings: dict[str, Any], updates: dict[str, Any]
+    kind: Kind, dtype: torch.dtype, mesh: EngineMesh, settings: dict[str, Any], updates: dict[str, Any]
 ) -> MegatronEngine:
-    """Build a policy's engine in megatron-core, which is imported here, for those who ask for it."""
+    """Build a model's engine in megatron-core, which is imported here, for those who ask for it."""
     from hybridflow.engines.megatron.engine import MegatronEngine
 
     described = {
         key: value for key, value in settings.items() if key not in ("probe", "gradient_checkpointing")
     }
-    meta = meta_model("policy", dtype=dtype, **described)
+    meta = meta_model(kind, dtype=dtype, **described)
     recompute = updates["optim"] is not None and bool(settings.get("gradient_checkpointing", False))
     return MegatronEngine(meta, recompute=recompute, **updates)
 

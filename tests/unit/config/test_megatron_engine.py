@@ -12,12 +12,13 @@ from hybridflow.config.resolve import resolve
 PPO = "actor_rollout_ref.actor.strategy=megatron"
 SFT = "engine.strategy=megatron"
 LEARNER = {PPOConfig: PPO, SFTConfig: SFT, DPOConfig: SFT}
+CRITIC = ["critic.strategy=megatron", "algorithm.adv_estimator=gae"]
 KL = "actor_rollout_ref.actor.use_kl_loss=true"
 
 
 @pytest.fixture
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hybridflow.config.resolve.megatron_serves", lambda config: None)
+    monkeypatch.setattr("hybridflow.config.resolve.megatron_serves", lambda config, role: None)
 
 
 def resolved(kind: type, *words: str) -> tuple[object, list[str]]:
@@ -27,14 +28,27 @@ def resolved(kind: type, *words: str) -> tuple[object, list[str]]:
 
 @pytest.mark.usefixtures("installed")
 def test_megatron_core_serves_it() -> None:
-    config, notes = resolved(PPOConfig)
+    config, notes = resolved(PPOConfig, KL, "actor_rollout_ref.actor.ulysses_sequence_parallel_size=2")
     assert config.actor_rollout_ref.actor.strategy == "megatron"
     assert config.actor_rollout_ref.rollout.exact is False
     assert any("megatron-core trains" in note for note in notes)
     assert not list(megatron_problems(config))
-    config, notes = resolved(SFTConfig)
+    config, notes = resolved(SFTConfig, "engine.ulysses_sequence_parallel_size=2")
     assert config.engine.strategy == "megatron" and any("megatron-core trains" in note for note in notes)
     assert not list(megatron_problems(config))
+
+
+@pytest.mark.usefixtures("installed")
+def test_a_critic_has_its_own_engine() -> None:
+    read = load_config(PPOConfig, [*CRITIC, "critic.ulysses_sequence_parallel_size=2"])
+    config, notes = resolve(read.config, read.given)
+    assert (config.actor_rollout_ref.actor.strategy, config.critic.strategy) == ("fsdp2", "megatron")
+    assert config.actor_rollout_ref.rollout.exact == "auto"
+    assert any(note.startswith("critic.strategy=megatron: megatron-core trains") for note in notes)
+    assert not list(megatron_problems(config))
+    read = load_config(PPOConfig, [*CRITIC, "critic.enable=false"])
+    config, notes = resolve(read.config, read.given)
+    assert not any("megatron" in note for note in notes) and not list(megatron_problems(config))
 
 
 def test_pytorch_serves_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,14 +82,19 @@ def test_pytorch_serves_it(monkeypatch: pytest.MonkeyPatch) -> None:
         (PPOConfig, ["actor_rollout_ref.actor.use_prefix_grouper=true"], "use_prefix_grouper=true"),
         (PPOConfig, ["actor_rollout_ref.actor.router_aux_loss_coef=0.1"], "router_aux_loss_coef=0.1"),
         (PPOConfig, [KL, "actor_rollout_ref.actor.kl_loss_type=full"], "kl_loss_type=full"),
+        (PPOConfig, ["distillation.distillation_loss.loss_mode=reverse_kl"], "loss_mode=reverse_kl"),
         (PPOConfig, [KL, "actor_rollout_ref.ref.fsdp_config.tensor_parallel_size=2"], "make them equal"),
-        (SFTConfig, ["engine.ulysses_sequence_parallel_size=2"], "engine.ulysses_sequence_parallel_size=2"),
+        (PPOConfig, [KL, "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2"], "make them equal"),
         (
             SFTConfig,
             ["engine.pipeline_parallel_size=2", "engine.virtual_pipeline_parallel_size=2"],
             "engine.virtual_pipeline_parallel_size=2",
         ),
         (SFTConfig, ["model.dtype=float64"], "model.dtype=float64"),
+        (PPOConfig, [*CRITIC, "critic.model.lora_rank=4"], "critic.model.lora_rank=4"),
+        (PPOConfig, [*CRITIC, "critic.optim.optimizer=Muon"], "critic.optim.optimizer=Muon"),
+        (PPOConfig, [*CRITIC, "critic.fsdp_config.offload_policy=true"], "fsdp_config.offload_policy=True"),
+        (PPOConfig, [*CRITIC, "critic.fsdp_config.pipeline_parallel_size=2"], "make them equal"),
         (DPOConfig, [], "learns from no comparisons"),
     ],
 )
@@ -85,4 +104,5 @@ def test_what_megatron_core_does_not_serve(kind: type, words: list[str], said: s
     assert any((said in problem and "fsdp2" in problem) or "equal" in problem for problem in problems), (
         problems
     )
-    assert all(problem.startswith(LEARNER[kind]) for problem in problems)
+    keys = (LEARNER[kind], "critic.strategy=megatron")
+    assert all(problem.startswith(keys) for problem in problems)

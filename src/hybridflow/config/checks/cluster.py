@@ -223,6 +223,8 @@ def quantized_actor(config: PPOConfig) -> Iterator[str]:
         yield f"{ROLLOUT}.quantization={rollout.quantization} with {why}: leave {ROLLOUT}.quantization out"
     if not share_a_pool(config.trainer, "rollout", "actor"):
         yield f"trainer.placement.rollout is another pool than the actor's with {why}: set it to the actor's"
+    if config.trainer.val_in_background:
+        yield f"trainer.val_in_background=true with {why}: leave trainer.val_in_background out"
 
 
 def frozen_adapters(config: PPOConfig) -> Iterator[str]:

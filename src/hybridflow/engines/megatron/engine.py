@@ -3,9 +3,9 @@
     rows ──plan──► micro-batches ──its schedule──► stages ──last one──► outputs ──loss──► gradients
     ──reduced by its data parallelism──► its optimizer
 
-`module` is the Hugging Face policy on the meta device: it says names, vocabulary and architecture, and has
-no memory. What leaves the engine (weights to generate with, checkpoints, exports) has Hugging Face names and
-boxes (`hf_weights`), as that of every other engine.
+`module` is the Hugging Face policy or value model on the meta device: it says names, vocabulary and
+architecture, and has no memory. What leaves the engine (weights to generate with, checkpoints, exports) has
+Hugging Face names and boxes (`hf_weights`), as that of every other engine.
 """
 
 from __future__ import annotations
@@ -47,11 +47,13 @@ from hybridflow.models.files.export import save_config, save_hf_sharded
 from hybridflow.models.files.sharded_load import MetaModel, load_weights
 from hybridflow.models.heads.log_probs import TokenOutputs, token_log_probs
 from hybridflow.models.output_spec import Outputs, OutputSpec
-from hybridflow.models.policy import PolicyModel
+from hybridflow.models.parallel.sequence_parallel import SequenceCut
+from hybridflow.models.policy import PolicyModel, sequence_cut
+from hybridflow.models.value import ValueModel
 from hybridflow.protocol.packing import PackedBatch
 
-_sizes: list[ParallelLayout] = []
-"""The layout that megatron-core has made its groups for, in this process; it has one."""
+_sizes: dict[str, int] = {}
+"""The parallel sizes that megatron-core has made its groups for, in this process; it has one of each."""
 
 
 def join_groups(layout: ParallelLayout, device: torch.device) -> None:
@@ -59,20 +61,21 @@ def join_groups(layout: ParallelLayout, device: torch.device) -> None:
 
     All ranks call it together. Raises ModelError for a second layout.
     """
+    sizes = {"tensor": layout.tp, "pipeline": layout.pp, "sequence": layout.cp, "expert": layout.ep}
     if device.type == "cpu":
         on_cpu.speak_of_the_cpu()
     if parallel_state.model_parallel_is_initialized():
-        if _sizes and _sizes[0] != layout:
+        if _sizes and _sizes != sizes:
             raise ModelError(
-                f"strategy=megatron: this process trains with {_sizes[0]}, and another of its models asks "
-                f"for {layout}; megatron-core has one layout in a process: give their fsdp_config blocks the "
-                "same sizes"
+                f"strategy=megatron: this process trains with parallel sizes {_sizes}, and another of its "
+                f"models asks for {sizes}; megatron-core has one layout in a process: make them equal"
             )
         return
-    _sizes[:] = [layout]
+    _sizes.update(sizes)
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=1,
         distributed_timeout_minutes=max(1, math.ceil(timeout_s() / 60)),
@@ -83,8 +86,9 @@ def join_groups(layout: ParallelLayout, device: torch.device) -> None:
 class MegatronEngine(MicroBatchEngine):
     """A `TrainEngine` whose model is a stage of megatron-core's decoder.
 
-    `meta` is the policy on the meta device and the files of its weights; the layout is that of `mesh`. The
-    others are those of `MicroBatchEngine`. All ranks build it together.
+    `meta` is the policy or value model on the meta device and the files of its weights; the layout is that of
+    `mesh`. Ranks that share rows attend in a ring, or else by heads. The others are those of
+    `MicroBatchEngine`. All ranks build it together.
     """
 
     def __init__(
@@ -95,16 +99,18 @@ class MegatronEngine(MicroBatchEngine):
         device: torch.device,
         optim: OptimConfig | None,
         recompute: bool,
+        ring: bool,
         **settings: Any,
     ) -> None:
-        assert isinstance(meta.module, PolicyModel), "only policies train in megatron-core"
         check_family(meta.config, mesh.layout)
         join_groups(mesh.layout, device)
         self.module = meta.module
-        self.module.is_sharded = True
+        if isinstance(self.module, PolicyModel):
+            self.module.is_sharded = True
         self.module.column = mesh.column
         self.network = build_network(meta.module, mesh.layout, meta.dtype, device, recompute=recompute)
         self.dtype = meta.dtype
+        self.ring = ring
         self.weights = HFWeights(self.module, self.network, mesh)
         optimizer: DistributedAdamW | None = None
         if optim is None:
@@ -125,6 +131,9 @@ class MegatronEngine(MicroBatchEngine):
     def _load_files(self, meta: MetaModel) -> None:
         """Fill the stage from the files."""
         with self._filled(written=True):
+            if isinstance(self.module, ValueModel) and "head.weight" not in meta.sources:
+                for parameter in self.module.head.parameters():
+                    nn.init.zeros_(parameter)
             load_weights(meta)
 
     @contextmanager
@@ -190,15 +199,19 @@ class MegatronEngine(MicroBatchEngine):
 
         Where the last stage is, `share_of` gets outputs and micro-batch and returns a share of the loss.
         """
-        _refuse_spec(spec)
+        self._refuse(spec)
+        assert self.mesh is not None
+        group = self.mesh.sequence_group
         count = torch.zeros((), dtype=torch.int, device=self.device)
 
         def step(moved: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Any]:
             micro = next(moved)
-            states = self.network.rows_forward(micro.packed)
+            packed = micro.packed
+            cut = sequence_cut(packed, group, self.module.config, self.ring)
+            states = self.network.rows_forward(packed, cut)
 
             def loss(states: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-                return share_of(self._outputs(states, micro.packed, spec), micro), count, {}
+                return share_of(self._outputs(states, packed, cut, spec), micro), count, {}
 
             return states, loss
 
@@ -213,25 +226,51 @@ class MegatronEngine(MicroBatchEngine):
             forward_only=forward_only,
         )
 
-    def _outputs(self, states: Tensor, packed: PackedBatch, spec: OutputSpec) -> Outputs:
-        """Return the outputs [M] of the last stage for its states [N, 1, H]."""
-        chosen = states[:, 0].index_select(0, packed.predict_index)
+    def _refuse(self, spec: OutputSpec) -> None:
+        served = spec == OutputSpec(values=True)
+        if isinstance(self.module, PolicyModel):
+            served = spec.log_probs and not (spec.values or spec.scores or spec.routes or spec.full_kl)
+        assert served, (
+            "the keys of a run with strategy=megatron ask a policy for log-probs, entropies and Σπ², and a "
+            f"value model for values, not for {spec}"
+        )
+
+    def _outputs(
+        self, states: Tensor, packed: PackedBatch, cut: SequenceCut | None, spec: OutputSpec
+    ) -> Outputs:
+        """Return the outputs [M] of the last stage for its states [P, 1, H]."""
+        index = packed.predict_index
+        targets = packed.targets
+        if cut is not None:
+            index = cut.predict_index
+            targets = targets[cut.own]
+        chosen = states[:, 0].index_select(0, index)
+        if cut is not None:
+            chosen = cut.deal(chosen)
+        if isinstance(self.module, ValueModel):
+            head = self.network.value_head
+            values: Tensor = head(chosen.to(head.weight.dtype))[:, 0]
+            if cut is not None:
+                (values,) = cut.gather([values])
+            return {"values": values}
         weight = self.network.head_weight
         if self.layout.tp > 1:
             first = parallel_state.get_tensor_model_parallel_rank() * len(weight)
             count = max(0, min(len(weight), self.vocabulary - first))
-            cut = HeadCut(parallel_state.get_tensor_model_parallel_group(), first, count)
-            found: TokenOutputs = parallel_log_probs(chosen, weight, packed.targets, spec, cut)
+            own = HeadCut(parallel_state.get_tensor_model_parallel_group(), first, count)
+            found: TokenOutputs = parallel_log_probs(chosen, weight, targets, spec, own)
         else:
             found = token_log_probs(
                 chosen,
                 weight,
                 None,
-                packed.targets,
+                targets,
                 temperature=spec.temperature,
                 with_entropy=spec.entropy,
                 with_sum_pi_squared=spec.sum_pi_squared,
             )
+        if cut is not None:
+            found = cut.gather_outputs(found)
         return {name: value for name, value in found._asdict().items() if value is not None}
 
     def _measure(self, sums: Accumulated) -> tuple[float, Tensor]:
@@ -243,6 +282,7 @@ class MegatronEngine(MicroBatchEngine):
     @property
     def policy(self) -> PolicyModel:
         """The policy on the meta device; its parameters have no memory."""
+        assert isinstance(self.module, PolicyModel), f"the model of {self.name} is no policy"
         return self.module
 
     @property
@@ -254,7 +294,7 @@ class MegatronEngine(MicroBatchEngine):
     @property
     def vocabulary(self) -> int:
         """Number of rows of the policy's head."""
-        return int(self.module.head.weight.shape[0])
+        return int(self.policy.head.weight.shape[0])
 
     def held_weights(self) -> Iterator[Held]:
         """See `TrainEngine.held_weights`; parts that megatron-core keeps joined with others are copies."""
@@ -275,9 +315,9 @@ class MegatronEngine(MicroBatchEngine):
         target = Path(folder)
         if with_weights:
             with self._filled():
-                save_hf_sharded(self.module, target, dtype=self.module.source_dtype)
+                save_hf_sharded(self.policy, target, dtype=self.policy.source_dtype)
         elif rank_and_size()[0] == 0:
-            save_config(self.module, target)
+            save_config(self.policy, target)
 
     @property
     def is_offloaded(self) -> bool:
@@ -312,11 +352,12 @@ class MegatronEngine(MicroBatchEngine):
     def _moments(self, adamw: DistributedAdamW) -> dict[str, Any]:
         whole = adamw.whole_state()
         step = torch.tensor(float(adamw.num_steps))
-        kinds = MOMENTS if self.dtype == torch.float32 else (*MOMENTS, "master")
+        rounded = {name for name, each in self.module.named_parameters() if each.dtype != torch.float32}
         found: dict[str, dict[str, Tensor]] = {name: {"step": step.clone()} for name in self.weights.pieces}
-        for kind in kinds:
+        for kind in (*MOMENTS, "master"):
             for name, piece, part in self.weights.read(whole[kind].__getitem__, torch.float32):
-                found[name][kind] = piece.placed(part.contiguous())
+                if kind in MOMENTS or name in rounded:
+                    found[name][kind] = piece.placed(part.contiguous())
         return found
 
     @torch.no_grad()
@@ -378,12 +419,6 @@ class MegatronEngine(MicroBatchEngine):
             if name in saved and piece.sources and not is_absent(saved[name]):
                 like = piece.placed(torch.empty(piece.box.shape))
                 yield name, piece_for(like, saved[name])
-
-
-def _refuse_spec(spec: OutputSpec) -> None:
-    assert spec.log_probs and not (spec.values or spec.scores or spec.routes or spec.full_kl), (
-        f"the keys of a run with strategy=megatron ask for log-probs, entropies and Σπ² alone, not {spec}"
-    )
 
 
 def _finalize(ddp: DistributedDataParallel, model: Any, num_tokens: Any, **others: Any) -> None:

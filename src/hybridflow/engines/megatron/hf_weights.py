@@ -4,6 +4,7 @@
     gate_proj, up_proj       ◄─► linear_fc1, one after the other
     experts.gate_up_proj     ◄─► linear_fc1 of each expert that this rank holds
     lm_head                  ◄─► output_layer, without rows that only pad the vocabulary
+    head, of a value model   ◄─► value_head, which each rank of the last stage has all of
 
 Each rank's part of a Hugging Face parameter is a box of it: tensor parallelism cuts by heads, columns or
 rows, expert parallelism by experts. The same map serves weights, moments of the optimizer and anything else
@@ -31,13 +32,14 @@ from hybridflow.distributed.shards import Box
 from hybridflow.engines.megatron.network import WAY_OUT, Network
 from hybridflow.errors import ModelError
 from hybridflow.models.policy import PolicyModel
+from hybridflow.models.value import ValueModel
 
 TensorOf = Callable[[str], Tensor]
 """A function from a name in the stage to a tensor with the shape of that parameter."""
 View = Callable[[Tensor], Tensor]
 
 Cut = Literal["whole", "tensor", "experts"]
-_LAYER = re.compile(r"(?:model|backbone)\.layers\.(\d+)\.(.+)")
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 _WHOLE = {
     "input_layernorm.weight": "input_layernorm.weight",
     "post_attention_layernorm.weight": "pre_mlp_layernorm.weight",
@@ -91,20 +93,20 @@ class StagePiece:
 
 
 class HFWeights:
-    """The pieces of all parameters of `policy`, a module on the meta device, in the stage of this rank.
+    """The pieces of all parameters of `model`, a module on the meta device, in the stage of this rank.
 
     Raises ModelError for a parameter that has no place in megatron-core's layers, and for one of theirs that
     the model does not have.
     """
 
-    def __init__(self, policy: PolicyModel, network: Network, mesh: EngineMesh) -> None:
+    def __init__(self, model: PolicyModel | ValueModel, network: Network, mesh: EngineMesh) -> None:
         self.parameters: dict[str, nn.Parameter] = dict(network.named_parameters())
-        self._policy = policy
+        self._model = model
         self._mesh = mesh
         self._config: TransformerConfig = network.config
         self._layers = [layer.layer_number - 1 for layer in network.decoder.layers]
         self.pieces = {
-            name: self._piece(name, tuple(parameter.shape)) for name, parameter in policy.named_parameters()
+            name: self._piece(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()
         }
         taken = {source for piece in self.pieces.values() for source in piece.sources}
         if self.parameters.keys() != taken:
@@ -129,12 +131,12 @@ class HFWeights:
 
     def _misfit(self, why: str) -> ModelError:
         return ModelError(
-            f"strategy=megatron: {type(self._policy.hf).__name__} {why}, so megatron-core would compute "
+            f"strategy=megatron: the {self._model.config.model_type} {why}, so megatron-core would compute "
             f"something else. {WAY_OUT}"
         )
 
     def _piece(self, name: str, shape: tuple[int, ...]) -> StagePiece:
-        file_name = self._policy.file_name(name)
+        file_name = name.removeprefix("hf.").replace("backbone.", "model.", 1)
         layer = _LAYER.fullmatch(file_name)
         if layer is not None:
             if int(layer[1]) not in self._layers:
@@ -146,15 +148,17 @@ class HFWeights:
                 "model.embed_tokens.weight": ["embedding.word_embeddings.weight", "output_layer.weight"],
                 "lm_head.weight": ["output_layer.weight"],
                 "model.norm.weight": ["decoder.final_layernorm.weight"],
+                "head.weight": ["value_head.weight"],
+                "head.bias": ["value_head.bias"],
             }.get(file_name)
             if sources is None:
                 raise self._misfit(f"has a parameter {file_name} that its layers lack")
-            if file_name == "model.embed_tokens.weight" and not self._policy.config.tie_word_embeddings:
+            if file_name == "model.embed_tokens.weight" and not self._model.config.tie_word_embeddings:
                 sources.pop()
             source = next((each for each in sources if each in self.parameters), None)
             if source is None:
                 return _absent(shape)
-            if len(shape) == 1:
+            if len(shape) == 1 or file_name == "head.weight":
                 found = self._cut(shape, "whole", (source,))
             else:
                 found = self._cut(shape, "tensor", (source,), view=_first_rows)

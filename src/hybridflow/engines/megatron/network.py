@@ -1,10 +1,11 @@
 """A decoder of megatron-core for a Hugging Face configuration, with our attention over packed rows.
 
-    packed rows ──► embeddings ──► layers of this stage ──► states [N, 1, H]
+    packed rows ──► this rank's P tokens ──► embeddings ──► layers of this stage ──► states [P, 1, H]
 
-megatron-core's own layers without Transformer Engine know no packed rows. So two parts are ours: the core
-attention, which is the one of all engines (`models/attention/layouts.py`), and the rotary angles, which come
-from the frequencies of the Hugging Face model at the positions within rows. Both get the micro-batch where
+megatron-core's own layers without Transformer Engine know no packed rows, and no ranks that share them. So
+two parts are ours: the core attention, which is the one of all engines (`models/attention/layouts.py`, and
+`models/parallel` where ranks have a part of the tokens each), and the rotary angles, which come from the
+frequencies of the Hugging Face model at the positions within rows. Both get the micro-batch where
 megatron-core hands on `packed_seq_params`, which recomputed layers see again.
 """
 
@@ -24,10 +25,12 @@ from torch import Tensor, nn
 
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.errors import ModelError
-from hybridflow.models.attention.layouts import PackedLayout
+from hybridflow.models.attention.layouts import Layout, PackedLayout
 from hybridflow.models.attention.scores import Scores
 from hybridflow.models.experts.layers import experts_per_token, num_experts
+from hybridflow.models.parallel.sequence_parallel import SequenceCut
 from hybridflow.models.policy import PolicyModel
+from hybridflow.models.value import ValueModel
 from hybridflow.protocol.packing import PackedBatch
 
 FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
@@ -40,8 +43,9 @@ WAY_OUT = "Set strategy=fsdp2, PyTorch's own engine, which trains it"
 class PackedRows:
     """The rows of a micro-batch, as megatron-core's layers hand them on."""
 
-    packed: PackedBatch
-    layout: PackedLayout
+    positions: Tensor
+    """[P] int64, the positions within rows of the tokens that this rank computes."""
+    layout: Layout
     qkv_format: str = "sbhd"
     """The layout of queries as megatron-core names it: tokens, 1, heads, dimensions."""
     cp_group: None = None
@@ -65,7 +69,7 @@ class PackedAttention(nn.Module):
         packed_seq_params: PackedRows,
         **others: Any,
     ) -> Tensor:
-        """query [N, 1, H, D], key and value [N, 1, KV, D] -> [N, 1, H·D]."""
+        """query [P, 1, H, D], key and value [P, 1, KV, D] -> [P, 1, H·D]."""
         query, key, value = (each.permute(1, 2, 0, 3) for each in (query, key, value))
         attended = packed_seq_params.layout.attend(query, key, value, self.scores)
         return attended.transpose(0, 1).flatten(2)
@@ -86,22 +90,30 @@ class RowAngles(nn.Module):
         return rows
 
     def forward(self, rows: PackedRows, **others: Any) -> Tensor:
-        """Return angles [N, 1, 1, D], float32."""
-        angles = rows.packed.position_ids.float()[:, None] * self.frequencies
+        """Return angles [P, 1, 1, D], float32."""
+        angles = rows.positions.float()[:, None] * self.frequencies
         return torch.cat([angles, angles], dim=-1)[:, None, None]
 
 
 class Network(GPTModel):  # type: ignore[misc]
     """The stage of a decoder that this rank holds; the last one gives states in the place of logits."""
 
+    value_head: nn.Linear
+    """The head of a value model, on the last stage."""
+
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
 
-    def rows_forward(self, packed: PackedBatch) -> Tensor:
-        """Return the states [N, 1, H] after this stage, of packed rows on its device."""
-        device = packed.input_ids.device
-        rows = PackedRows(packed, PackedLayout.build(packed.lengths, device))
-        states: Tensor = self(packed.input_ids[None], None, None, packed_seq_params=rows)
+    def rows_forward(self, packed: PackedBatch, cut: SequenceCut | None) -> Tensor:
+        """Return the states [P, 1, H] after this stage, of all tokens of packed rows on its device, or of
+        this rank's part under a cut.
+        """
+        tokens = packed.input_ids
+        rows = PackedRows(packed.position_ids, PackedLayout.build(packed.lengths, tokens.device))
+        if cut is not None:
+            tokens = cut.tokens(tokens)
+            rows = PackedRows(cut.tokens(packed.position_ids), cut.layout(rows.layout))
+        states: Tensor = self(tokens[None], None, None, packed_seq_params=rows)
         return states
 
     @property
@@ -159,8 +171,6 @@ def _odd_sizes(config: Any, layout: ParallelLayout) -> Iterator[str]:
             f"tensor_parallel_size={layout.tp} beside experts needs sequence parallelism, which "
             "megatron-core's norms have with Transformer Engine only"
         )
-    if layout.cp > 1:
-        yield f"ulysses_sequence_parallel_size={layout.cp} needs Transformer Engine's attention"
 
 
 def transformer_config(
@@ -205,6 +215,7 @@ def transformer_config(
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=1,
         moe_token_dispatcher_type="alltoall",
@@ -225,10 +236,18 @@ def transformer_config(
 
 
 def build_network(
-    policy: PolicyModel, layout: ParallelLayout, dtype: torch.dtype, device: torch.device, *, recompute: bool
+    model: PolicyModel | ValueModel,
+    layout: ParallelLayout,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    recompute: bool,
 ) -> Network:
     """Return this rank's stage with unwritten memory for its weights; all ranks call it together."""
-    config: Any = policy.config
+    config: Any = model.config
+    backbone: Any = model.text
+    table: Any = backbone.get_input_embeddings()
+    is_policy = isinstance(model, PolicyModel)
     settings = transformer_config(config, layout, dtype, recompute=recompute)
     spec = get_gpt_layer_local_spec(
         num_experts=settings.num_moe_experts,
@@ -239,16 +258,18 @@ def build_network(
     network = Network(
         config=settings,
         transformer_layer_spec=spec,
-        vocab_size=-(-policy.head.weight.shape[0] // layout.tp) * layout.tp,
+        vocab_size=-(-table.weight.shape[0] // layout.tp) * layout.tp,
         max_sequence_length=config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(),
         post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=bool(config.tie_word_embeddings),
+        share_embeddings_and_output_weights=is_policy and bool(config.tie_word_embeddings),
         position_embedding_type="rope",
     )
-    backbone: Any = policy.text
     network.rotary_pos_emb = RowAngles(backbone.rotary_emb.inv_freq)
-    table: Any = policy.hf.get_input_embeddings()
+    if not is_policy and network.post_process:
+        del network.output_layer
+        own = {"bias": model.head.bias is not None, "dtype": model.head.weight.dtype}
+        network.value_head = nn.utils.skip_init(nn.Linear, config.hidden_size, 1, **own)
     padding: int | None = table.padding_idx
     if network.pre_process and padding is not None:
         network.embedding.word_embeddings.register_forward_hook(partial(_keep_padding, padding))

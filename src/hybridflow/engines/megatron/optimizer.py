@@ -48,6 +48,17 @@ class DistributedAdamW:
             parameter: self.inner.chained_optimizers[0 if getattr(parameter, "allreduce", True) else 1]
             for parameter in self.parameters.values()
         }
+        # megatron-core's own index of them counts otherwise where a group has parameters of two dtypes
+        self._masters: dict[nn.Parameter, Tensor] = {
+            parameter: master
+            for part in set(self._part_of.values())
+            for models, masters in (
+                (part.model_fp32_groups, part.shard_fp32_groups),
+                (part.model_float16_groups, part.shard_fp32_from_float16_groups),
+            )
+            for group, of_group in zip(models, masters, strict=True)
+            for parameter, master in zip(group, of_group, strict=True)
+        }
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
@@ -95,7 +106,7 @@ class DistributedAdamW:
         for name, parameter in self.parameters.items():
             part = self._part_of[parameter]
             whole = torch.zeros(3, parameter.numel(), dtype=torch.float32, device=parameter.device)
-            if parameter in part.model_param_group_index_map:
+            if parameter in self._masters:
                 own = part._get_model_param_range_map(parameter)["param"]
                 master, entry = self._own(parameter)
                 for row, value in enumerate([master, *(entry.get(moment) for moment in MOMENTS)]):
@@ -111,7 +122,7 @@ class DistributedAdamW:
         """Take this rank's parts of masters and moments, whole tensors by kind and name."""
         for name, parameter in self.parameters.items():
             part = self._part_of[parameter]
-            if parameter not in part.model_param_group_index_map:
+            if parameter not in self._masters:
                 continue
             own = part._get_model_param_range_map(parameter)["param"]
             master, entry = self._own(parameter)
@@ -127,7 +138,5 @@ class DistributedAdamW:
 
     def _own(self, parameter: nn.Parameter) -> tuple[Tensor, dict[str, Any]]:
         """Return this rank's part of the master of a parameter, and the state of it, empty before a step."""
-        part = self._part_of[parameter]
-        group, place = part.model_param_group_index_map[parameter]
-        master = part.optimizer.param_groups[group]["params"][place]
-        return master, part.optimizer.state[master]
+        master = self._masters[parameter]
+        return master, self._part_of[parameter].optimizer.state[master]

@@ -309,8 +309,10 @@ class RoleBuilders:
         arguments = model_arguments(model, self.device)
         layout = sizes(self.config, role, self.process.place.world_size)
         strategy = "fsdp2"  # of the models that megatron-core does not train
-        if role in ("actor", "reference") and layout.world_size > 1:
-            strategy = self.config.actor_rollout_ref.actor.strategy
+        if layout.world_size > 1:
+            actors = self.config.actor_rollout_ref.actor.strategy
+            theirs = {"actor": actors, "reference": actors, "critic": self.config.critic.strategy}
+            strategy = theirs.get(role, strategy)
         loaded = (kind, dict(arguments), fsdp.mixed_precision.param_dtype, layout)
         if loaded in self._probed and not model.use_liger:  # of Liger's kernels a probe chooses some
             arguments["probe"] = False

@@ -29,6 +29,7 @@ def test_breakpoint_in_a_reward_function(tmp_path: Path) -> None:
     keys = small_run(inputs, out, "algorithm.adv_estimator=grpo", steps=1)
     typed = "p 'the truth is', ground_truth, calls\nwhere\nc\n"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    environment.pop("PYTHONBREAKPOINT", None)  # Ray sets it in a process where it has run
     command = Command(
         "hybridflow.trainer.main_ppo", keys, tmp_path / "log", environment=environment, typed=typed
     )

@@ -166,7 +166,6 @@ def test_it_is_found_before_torch_is_imported(base: list[str], tmp_path: Path) -
 TEXT_ALONE = [
     (["actor_rollout_ref.rollout.name=vllm"], "rollout.name=vllm is given token ids alone: set it to native"),
     (["actor_rollout_ref.rollout.name=hf"], "rollout.name=hf is given token ids alone: set it to native"),
-    (["actor_rollout_ref.rollout.agent.command=[ls]"], "a command (agent.command) is given text alone"),
 ]
 
 

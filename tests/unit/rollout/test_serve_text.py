@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from hybridflow.data.tokenizer import encode_rendered
 from hybridflow.models.tiny import create_tiny_tokenizer
+from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, PartialOutput, SamplingParams
 from hybridflow.rollout.server.job import Job, ToolUse
 from hybridflow.rollout.server.model import BYTE_OF, Detokenizer, ServedModel, StopCutter, TokenNames
@@ -153,7 +154,7 @@ def answered(
     tokenizer = model.tokenizer
     job = Job(
         SamplingBody(),
-        [encode_rendered(tokenizer, prompt)],
+        [Prompt(encode_rendered(tokenizer, prompt))],
         [SamplingParams(512)],
         tools=ToolUse(parser),
         messages=[{"role": "assistant", "content": prompt}],

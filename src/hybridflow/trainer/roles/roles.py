@@ -96,6 +96,12 @@ def _has_reference(config: PPOConfig, named: Set[str]) -> bool:
 ROLES: tuple[RoleSpec, ...] = (
     RoleSpec("actor", ActorGroup, RoleBuilders.actor),
     RoleSpec("rollout", RolloutGroup, RoleBuilders.rollout),
+    RoleSpec(
+        VALIDATION,
+        RolloutGroup,
+        RoleBuilders.rollout,
+        lambda config, named: config.trainer.val_in_background,
+    ),
     RoleSpec("reference", ReferenceGroup, RoleBuilders.reference, _has_reference),
     RoleSpec(
         "critic",
@@ -114,12 +120,6 @@ ROLES: tuple[RoleSpec, ...] = (
         RewardModelGroup,
         RoleBuilders.reward_model,
         lambda config, named: has_classifier(config.reward),
-    ),
-    RoleSpec(
-        VALIDATION,
-        RolloutGroup,
-        RoleBuilders.rollout,
-        lambda config, named: config.trainer.val_in_background,
     ),
     RoleSpec(JUDGE, RolloutGroup, RoleBuilders.judge, lambda config, named: has_judge(config.reward)),
     RoleSpec("process_reward", ProcessRewardGroup, RoleBuilders.process_reward, _has_process_rewards),

@@ -145,7 +145,10 @@ def _subject(options: argparse.Namespace, stack: ExitStack) -> tuple[Any, list[s
     if not (checkpoint / ACTOR / STRUCTURE).is_file():
         if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():
             raise ConfigError(f"{folder} is the folder of a run without a checkpoint: set trainer.save_freq")
-        return Subject.of(options.model), [f"{model}.path='{options.model}'"], options.recipe
+        words = [f"{model}.path='{options.model}'"]
+        if options.recipe is not None:  # of a run, whose new adapters are none here; its nf4 is refused then
+            words.append(f"{model}.lora_rank=0")
+        return Subject.of(options.model), words, options.recipe
     recipe = options.recipe
     if recipe is None and (checkpoint.parent / "config.yaml").is_file():
         recipe = str(checkpoint.parent / "config.yaml")

@@ -20,6 +20,7 @@ from hybridflow.config.tree import get_value
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
+BLOCKS = {"actor": ACTOR, "reference": REF, "critic": "critic"}
 SIZES = (
     "ulysses_sequence_parallel_size",
     *(f"fsdp_config.{name}_parallel_size" for name in ("tensor", "pipeline", "expert")),
@@ -80,7 +81,7 @@ def _of_ppo(config: PPOConfig) -> Iterator[str]:
     ref = roles.ref
     yield from _of_block(key, f"{REF}.fsdp_config", ref.fsdp_config)
     yield from _of_model(key, f"{REF}.model", ref.model)
-    yield from _other_sizes(key, config, REF)
+    yield from _other_sizes(key, config, "actor", "reference")
 
 
 def _of_critic(config: PPOConfig) -> Iterator[str]:
@@ -88,21 +89,22 @@ def _of_critic(config: PPOConfig) -> Iterator[str]:
     yield from _of_block(key, "critic.fsdp_config", config.critic.fsdp_config)
     yield from _of_model(key, "critic.model", config.critic.model)
     yield from _of_optimizer(key, "critic.optim", config.critic.optim)
-    if config.actor_rollout_ref.actor.strategy == "megatron" and share_a_pool(
-        config.trainer, "critic", "actor"
-    ):
-        yield from _other_sizes(key, config, "critic")
+    if config.actor_rollout_ref.actor.strategy == "megatron":
+        yield from _other_sizes(key, config, "actor", "critic")
+        if needs_reference(config) and not share_a_pool(config.trainer, "critic", "actor"):
+            yield from _other_sizes(key, config, "reference", "critic")
 
 
-def _other_sizes(key: str, config: PPOConfig, block: str) -> Iterator[str]:
-    """Yield the sizes of a role that differ from those of the actor, whose processes it shares."""
+def _other_sizes(key: str, config: PPOConfig, first: str, second: str) -> Iterator[str]:
+    """Yield the sizes in which a role differs from the first, where megatron-core has both in a process."""
+    if not share_a_pool(config.trainer, first, second):
+        return
     for name in SIZES:
-        here = get_value(config, f"{ACTOR}.{name}")
-        there = get_value(config, f"{block}.{name}")
-        if there not in (here, None):
+        here, there = (get_value(config, f"{BLOCKS[role]}.{name}") for role in (first, second))
+        if None not in (here, there) and here != there:
             yield (
-                f"{key}=megatron: megatron-core has one layout in a process, and {ACTOR}.{name}={here} while "
-                f"{block}.{name}={there}: make them equal, or set {key}=fsdp2"
+                f"{key}=megatron: megatron-core has one layout in a process, and {BLOCKS[first]}.{name}="
+                f"{here} while {BLOCKS[second]}.{name}={there}: make them equal, or set {key}=fsdp2"
             )
 
 

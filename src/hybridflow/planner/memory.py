@@ -99,7 +99,7 @@ class RoleEngine:
     @cached_property
     def trains_adapters(self) -> bool:
         """Whether only adapters of LoRA are trained."""
-        return self.trained and bool(self.model.lora_rank)
+        return self.trained and bool(self.model.lora_rank or self.model.lora_adapter_path)
 
 
 class PlannedReplica(NamedTuple):

@@ -431,3 +431,17 @@ def shape_by_keys(model: ModelConfig) -> ModelShape:
             "models cannot be trained here: plan for one whose layers all attend to tokens"
         )
     return shape
+
+
+def adapter_rank(model: ModelConfig) -> int:
+    """Return the largest rank of the adapters that a model trains, 0 without any; ModelError where those of
+    `lora_adapter_path` cannot be read.
+    """
+    if model.lora_adapter_path is None:
+        return model.lora_rank
+    file = Path(model.lora_adapter_path).expanduser() / "adapter_config.json"
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+        return max(config["r"], *(config.get("rank_pattern") or {}).values(), 0)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise ModelError(f"{file}: the rank of the adapters cannot be read ({error!r})") from error

@@ -40,7 +40,7 @@ from hybridflow.planner.memory import (
     phases_of_pool,
     planned_judge,
 )
-from hybridflow.planner.model_shape import ModelShape
+from hybridflow.planner.model_shape import ModelShape, adapter_rank
 from hybridflow.planner.run_plan import PoolPlan, calls_of
 
 RESERVED = 1.5 * 2**30
@@ -267,7 +267,7 @@ class PoolPlanner:
         engine = replace(RoleEngine.of(job.config, role, layout), fsdp=fsdp)
         shape = job.shapes[role]
         seconds = calls_of(job.config, role, engine, shape, job.trained, self.costs)
-        lora = engine.model.lora_rank if engine.trained else 0
+        lora = adapter_rank(engine.model) if engine.trained else 0
         size = shape.size(
             trained=engine.trained,
             lora_rank=lora,
@@ -285,8 +285,11 @@ class PoolPlanner:
         config = self.job.config
         model = config.actor_rollout_ref.model
         adapters = bool(model.lora_rank or model.lora_adapter_path)
-        if adapters and {"actor", "reference"} <= {*roles} and not has_own_reference(config):
-            needs.pop("reference")
+        if adapters and "reference" in roles and not has_own_reference(config):
+            if "actor" in roles:
+                needs.pop("reference")
+            elif model.quantization is not None:
+                return None  # the base in 4 bits is in the actor's process alone
         memory = phases_of_pool(needs, devices) if needs else {}
         if needs and max(memory.values()) > self.room:
             return None

@@ -51,6 +51,17 @@ def test_a_critic_has_its_own_engine() -> None:
     assert not any("megatron" in note for note in notes) and not list(megatron_problems(config))
 
 
+@pytest.mark.usefixtures("installed")
+def test_roles_have_equal_sizes_where_they_share_processes() -> None:
+    pools = ["trainer.resource_pools={a:[4],b:[2]}", KL, *CRITIC]
+    sizes = ["actor_rollout_ref.actor.fsdp_config.tensor_parallel_size=2"]
+    apart = "trainer.placement={reference:b,critic:b}"
+    assert not list(megatron_problems(resolved(PPOConfig, *pools, *sizes, apart)[0]))
+    sizes.append("critic.ulysses_sequence_parallel_size=2")
+    (said,) = megatron_problems(resolved(PPOConfig, *pools, *sizes, apart)[0])
+    assert "actor_rollout_ref.ref.ulysses_sequence_parallel_size=1" in said and "make them equal" in said
+
+
 def test_pytorch_serves_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridflow.config.megatron.find_spec", lambda name: object())
     for kind, key in ((PPOConfig, "actor_rollout_ref.actor.strategy"), (SFTConfig, "engine.strategy")):

@@ -235,7 +235,7 @@ def test_peft_reads_what_we_write_and_we_go_on_from_it(tmp_path: Path, folder: P
     assert not (tmp_path / "config" / "lora_adapter" / WEIGHTS).exists()
 
 
-def test_adapters_that_do_not_fit(tmp_path: Path, folder: Path) -> None:
+def test_adapters_that_do_not_fit(tmp_path: Path, folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     save_adapter(learned(folder, LoraSettings(4, target_modules="up_proj")), tmp_path)
     other = create_tiny_model(tmp_path / "other", hidden=16, intermediate=64, heads=2, kv_heads=1, layers=2)
     with pytest.raises(ModelError, match=r"has a part of \(4, 32\) there and of \(4, 16\) here"):
@@ -245,6 +245,9 @@ def test_adapters_that_do_not_fit(tmp_path: Path, folder: Path) -> None:
     ):
         add_lora(PolicyModel(tiny_hf("gpt_neox")), LoraSettings(0, adapter_path=str(tmp_path)))
     config = json.loads((tmp_path / CONFIG).read_text())
+    (tmp_path / CONFIG).write_text(json.dumps({**config, "base_quantization": "nf4"}))
+    add_lora(build_policy(folder, device="cpu", probe=False), LoraSettings(0, adapter_path=str(tmp_path)))
+    assert "over a base with quantization=nf4 and is read over one with quantization=null" in caplog.text
     for change, text in (
         ({"use_dora": True}, "DoRA"),
         ({"init_lora_weights": "pissa"}, "changed the base"),

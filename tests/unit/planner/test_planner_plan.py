@@ -200,7 +200,7 @@ def test_what_cannot_be_cut_is_not_cut(tmp_path: Path) -> None:
     assert {each.fsdp.expert_parallel_size for each in compiled} == {1}
 
 
-def test_weights_in_4_bits_are_on_one_device_and_take_less_of_it() -> None:
+def test_weights_in_4_bits_are_on_one_device_and_take_less_of_it(tmp_path: Path) -> None:
     adapters = ("actor_rollout_ref.model.lora_rank=16",)
     quantized = (*adapters, "actor_rollout_ref.model.quantization=nf4")
     assert not list(layouts_of("Qwen2.5-7B", "2xH100", *quantized))
@@ -211,11 +211,16 @@ def test_weights_in_4_bits_are_on_one_device_and_take_less_of_it() -> None:
         (option,) = planner.options("actor", 1)[:1]
         found[words] = {part.label: part.size for part in option.needs.parts}
         assert (planner.plan(("rollout",), 1) is None) == (words == quantized), "the actor's module generates"
+        assert planner.plan(("reference",), 1) is None or words != quantized, "the actor's module refers"
         assert planner.plan(("actor", "rollout"), 1) is not None
     shape = shape_of("Qwen2.5-7B")
     layers = sum(linear.size for layer in shape.layers for linear in layer.linears)
     saved = found[adapters]["weights"] - found[quantized]["weights"]
     assert saved == pytest.approx(layers * (2 - 0.5625), rel=0.1)
+    (tmp_path / "adapter_config.json").write_text('{"r": 8, "rank_pattern": {"q_proj": 16}}')
+    read = (f"actor_rollout_ref.model.lora_adapter_path={tmp_path}", quantized[1])
+    (option,) = PoolPlanner(job("grpo", "Qwen2.5-7B", *read), costs).options("actor", 1)[:1]
+    assert {part.label: part.size for part in option.needs.parts} == found[quantized]
 
 
 def test_a_mixture_that_is_short_of_memory_has_both() -> None:

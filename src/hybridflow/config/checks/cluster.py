@@ -91,6 +91,13 @@ def process_reward_layout(config: PPOConfig) -> Iterator[str]:
         layout = _layout(config, "process_reward")
         block = "reward.process_reward_model"
         yield from quantized_problems(block, layout.model, layout.processes, layout.fsdp)
+        actor = config.actor_rollout_ref.model
+        if layout.model.path in (None, actor.path) and layout.model.quantization != actor.quantization:
+            yield (
+                f"{block}.model.quantization={layout.model.quantization} and actor_rollout_ref.model."
+                f"quantization={actor.quantization}: both begin from one model, and differ by its rounding "
+                "before the first step; make them equal"
+            )
 
 
 def reward_model_layout(config: PPOConfig) -> Iterator[str]:
@@ -211,7 +218,7 @@ def controller_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
 
 
 def quantized_actor(config: PPOConfig) -> Iterator[str]:
-    """Yield one line for each way of generating with other weights than an actor's in 4 bits."""
+    """Yield one line for each way of computing with other weights than those of an actor in 4 bits."""
     rollout = config.actor_rollout_ref.rollout
     held = config.actor_rollout_ref.model.quantization
     if held is None:
@@ -225,6 +232,13 @@ def quantized_actor(config: PPOConfig) -> Iterator[str]:
         yield f"trainer.placement.rollout is another pool than the actor's with {why}: set it to the actor's"
     if config.trainer.val_in_background:
         yield f"trainer.val_in_background=true with {why}: leave trainer.val_in_background out"
+    apart = needs_reference(config) and not share_a_pool(config.trainer, "reference", "actor")
+    if apart and not has_own_reference(config):
+        yield (
+            f"trainer.placement.reference is another pool than the actor's with actor_rollout_ref.model."
+            f"quantization={held}, and the reference is the actor's module without adapters: set it to the "
+            "actor's"
+        )
 
 
 def frozen_adapters(config: PPOConfig) -> Iterator[str]:

@@ -27,7 +27,12 @@ from transformers.pytorch_utils import Conv1D
 from hybridflow.config.model import ModelConfig
 from hybridflow.distributed.shards import is_absent, local, own_slices
 from hybridflow.errors import ModelError, install_extra
-from hybridflow.models.adapters.adapter_folder import AdapterFile, read_adapter, read_adapter_config
+from hybridflow.models.adapters.adapter_folder import (
+    QUANTIZATION,
+    AdapterFile,
+    read_adapter,
+    read_adapter_config,
+)
 from hybridflow.models.adapters.dropout import DropoutLinear, TokenKeys
 from hybridflow.models.experts.layers import num_experts
 from hybridflow.models.nf4 import NF4Linear
@@ -128,6 +133,16 @@ def add_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
         chosen = _targets(layers, settings)
     else:
         file = read_adapter(settings.adapter_path)
+        held = read_adapter_config(settings.adapter_path).get(QUANTIZATION)
+        if held != settings.quantization:
+            logger.warning(
+                "the adapter %s was trained over a base with quantization=%s and is read over one with "
+                "quantization=%s, which gives other log-probs: model.quantization=%s gives those of its run",
+                settings.adapter_path,
+                held or "null",
+                settings.quantization or "null",
+                held or "null",
+            )
         sizes = file.settings
         chosen = _layers_of(file, layers)
     kinds = {isinstance(layers[name], Conv1D) for name in chosen}

@@ -58,6 +58,7 @@ SAMPLING_KEYS = (
     "actor_rollout_ref.rollout.agent.command",
     "actor_rollout_ref.model.override_config",
     "actor_rollout_ref.model.lora_adapter_path",
+    "actor_rollout_ref.model.quantization",
     "trainer.seed",
 )
 """Beginnings of the keys on which the answers depend, besides the model and the prompts."""

@@ -25,7 +25,8 @@ from hybridflow.controller import RankInfo, WorkerHost
 from hybridflow.controller.local import LocalBackend
 from hybridflow.controller.worker import Place
 from hybridflow.data.tokenizer import load_tokenizer
-from hybridflow.errors import RewardError, Stopped
+from hybridflow.episodes.pipeline import ValidationFailed
+from hybridflow.errors import HybridFlowError, RewardError, Stopped
 from hybridflow.observability.timing import Timer
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.stop_token import stop_token
@@ -328,16 +329,17 @@ def test_a_validation_that_never_ends_is_given_up(
     assert "it has not ended within 0.2 s (trainer.worker_timeout)" in caplog.text
 
 
-def test_an_error_of_the_reward_is_raised_as_where_training_waits(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [RewardError("no such answer"), ValidationFailed("no such answer")])
+def test_an_error_of_its_rewards_or_responses_is_raised_as_where_training_waits(
+    model: Path, tmp_path: Path, error: HybridFlowError
 ) -> None:
     with beside(model, tmp_path / "run") as scene:
 
         def fail() -> None:
-            raise RewardError("no such answer")
+            raise error
 
         scene.before_validation[2] = fail
-        with pytest.raises(RewardError, match="no such answer"):
+        with pytest.raises(type(error), match="no such answer"):
             scene.trainer.fit()
     assert len(scene.groups) == 1
 

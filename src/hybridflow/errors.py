@@ -68,8 +68,12 @@ class WorkerLost(WorkerError):
     """
 
 
+BY_CALLBACK = 0
+"""In place of a signal's number in a Stopped."""
+
+
 class Stopped(KeyboardInterrupt):
-    """A run ends because of a signal.
+    """A run ends because of a signal, or by a callback.
 
     It is a KeyboardInterrupt and none of our errors, so that code which catches every exception of a user's
     function lets it through.
@@ -78,7 +82,7 @@ class Stopped(KeyboardInterrupt):
     def __init__(self, number: int, where: str, *, at_once: bool = False) -> None:
         super().__init__(number, where)
         self.number = number
-        """The number of the signal."""
+        """The number of the signal, or BY_CALLBACK."""
         self.where = where
         """Where the run was, for example "in step 3/8"."""
         self.at_once = at_once

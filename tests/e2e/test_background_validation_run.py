@@ -29,7 +29,7 @@ KEYS = (
     "trainer.test_freq=2",
     "trainer.save_freq=2",
 )
-BESIDE = ("trainer.val_in_background=true", "ray_kwargs.ray_init.num_cpus=4")
+BESIDE = ("trainer.val_in_background=true", "reward.num_workers=1", "ray_kwargs.ray_init.num_cpus=4")
 
 
 def command(inputs: Inputs, out: Path, *more: str) -> list[str]:
@@ -91,7 +91,7 @@ def test_a_run_that_is_killed_goes_on_and_has_each_validation_once(
     inputs: Inputs, ordinary: Path, tmp_path: Path
 ) -> None:
     out = tmp_path / "run"
-    arguments = command(inputs, out, *BESIDE[:1])
+    arguments = command(inputs, out, *BESIDE[:2])
     kill = {"KILL_AT_STEP": "3"}
     first = under_ray(tmp_path / "first", arguments, cpus=4, module="dying_validation", variables=kill)
     assert first.wait().returncode == -signal.SIGKILL

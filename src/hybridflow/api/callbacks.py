@@ -12,14 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.data.plugin import blaming, check_signature
-from hybridflow.errors import ConfigError, HybridFlowError, Stopped
+from hybridflow.errors import BY_CALLBACK, ConfigError, HybridFlowError, Stopped
 from hybridflow.observability.progress import progress
 from hybridflow.observability.trackers import Tracker
 from hybridflow.observability.trackers.console import VALIDATION
 
 SAVED = "timing_s/save_checkpoint"
-BY_CALLBACK = 0
-"""In place of a signal's number in a Stopped."""
 
 
 class StopTraining(Exception):

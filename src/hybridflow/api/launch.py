@@ -24,11 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.api.build import save_loaded
-from hybridflow.api.callbacks import BY_CALLBACK, Callbacks, CallbackTracker, as_callbacks
+from hybridflow.api.callbacks import Callbacks, CallbackTracker, as_callbacks
 from hybridflow.api.result import Run
 from hybridflow.config import RUNS
 from hybridflow.config.load import Loaded, load_config, prepare_config
-from hybridflow.errors import ConfigError, DataError, Stopped
+from hybridflow.errors import BY_CALLBACK, ConfigError, DataError, Stopped
 from hybridflow.observability.notebook import displayed
 from hybridflow.trainer.fallback import fallback
 from hybridflow.trainer.main import run

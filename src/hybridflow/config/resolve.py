@@ -94,20 +94,22 @@ def follows_of(config: PPOConfig | SFTConfig) -> Mapping[str, str]:
 
 
 def _validation_pool(config: PPOConfig, given: Set[str], notes: list[str]) -> Values:
-    """A pool for the replica that validates beside training, where the keys name none."""
+    """A pool for the replica that validates beside training, where the keys name none; the checks judge one
+    that is named `validation` already.
+    """
     trainer = config.trainer
     if not trainer.val_in_background or VALIDATION in trainer.placement or trainer.controller == "local":
         return {}
+    placement = {"trainer.placement": {**trainer.placement, VALIDATION: VALIDATION}}
+    if VALIDATION in trainer.resource_pools:
+        return placement
     width = config.actor_rollout_ref.rollout.tensor_model_parallel_size
     others = trainer.resource_pools or {"train": [trainer.n_gpus_per_node] * trainer.nnodes}
     pools = {**others, VALIDATION: [width]}
     notes.append(
         f"trainer.resource_pools={pools}: what was asked for, and {width} more for trainer.val_in_background"
     )
-    return {
-        "trainer.resource_pools": pools,
-        "trainer.placement": {**trainer.placement, VALIDATION: VALIDATION},
-    }
+    return {"trainer.resource_pools": pools, **placement}
 
 
 def _bypass_loss(config: PPOConfig, given: Set[str], notes: list[str]) -> Values:

@@ -342,6 +342,14 @@ class TrainerConfig(BaseTrainerConfig):
             "actor_rollout_ref.rollout.agent.endpoint_port",
             "the agents of training and those of validation cannot listen at one port",
         ),
+        excludes(
+            "actor_rollout_ref.rollout.server.address",
+            "the replica would generate in the servers of the rollout, with weights of another step",
+        ),
+        excludes(
+            "reward.num_workers=0",
+            "the reward function would be called in two threads of the trainer's process at the same time",
+        ),
     )
     val_only: bool = key(False, "Validate once, and end the run.")
     step_class: str | None = key(

@@ -95,11 +95,13 @@ class History:
         """The metrics of the newest step."""
         self._first: dict[str, list[float]] = {}
         self._recent: dict[str, deque[float]] = {}
+        self._scores: dict[int, float | None] = {}
+        """The training score of each step's time."""
         self.validations: deque[tuple[Mapping[str, float], float | None]] = deque(maxlen=_KEPT_VALIDATIONS)
         """The held-out scores of the last validations, each with the training score of its time."""
 
-    def add(self, metrics: Mapping[str, float]) -> None:
-        """Take the metrics of the next step."""
+    def add(self, metrics: Mapping[str, float], step: int) -> None:
+        """Take the metrics of the next step, or further ones of a step that was taken."""
         self.now = metrics
         for name, value in metrics.items():
             first = self._first.setdefault(name, [])
@@ -107,8 +109,10 @@ class History:
                 first.append(value)
             self._recent.setdefault(name, deque(maxlen=RECENT_STEPS)).append(value)
         held_out = {name: metrics[name] for name in metrics if name.startswith(HELD_OUT) and "/mean@" in name}
+        if step >= next(reversed(self._scores), 0):
+            self._scores[step] = self.recent("critic/score/mean")
         if held_out:
-            self.validations.append((held_out, self.recent("critic/score/mean")))
+            self.validations.append((held_out, self._scores.get(step)))
 
     def recent(self, name: str) -> float | None:
         """Return the median of the last steps, or None before there are enough."""
@@ -411,7 +415,7 @@ class AdviceWatch:
 
     def look(self, metrics: Mapping[str, float], step: int) -> list[Advice]:
         """Return the advice that is due after this step: alarms, or hints where there is no alarm."""
-        self.history.add(metrics)
+        self.history.add(metrics, step)
         alarms, hints = find_advice(self.history)
         due = []
         for advice in alarms or hints:

@@ -43,7 +43,8 @@ NUM_CONCURRENT = 32
 
 
 class CachedScorer:
-    """Keeps the newest `size` outcomes of one reward function, for as long as the run's process lives.
+    """Keeps the newest `size` outcomes of one reward function, for as long as the run's process lives. Any
+    thread may ask: validation has one of its own beside training.
 
     Requests are equal where all is equal that the function is given, so its prompt's row as well.
     """
@@ -51,6 +52,7 @@ class CachedScorer:
     def __init__(self, scorer: Scorer, size: int) -> None:
         self._scorer = scorer
         self._size = size
+        self._lock = threading.Lock()
         self._kept: OrderedDict[bytes, ScoringOutcome] = OrderedDict()
 
     def open(self) -> OpenScoring:
@@ -61,13 +63,16 @@ class CachedScorer:
 
     def find(self, key: bytes) -> ScoringOutcome | None:
         """Return a kept outcome, which now is the newest one."""
-        if key in self._kept:
-            self._kept.move_to_end(key)
-        return self._kept.get(key)
+        with self._lock:
+            if key in self._kept:
+                self._kept.move_to_end(key)
+            return self._kept.get(key)
 
     def keep(self, key: bytes, outcome: ScoringOutcome) -> None:
         """Keep an outcome, and forget the oldest one where there are too many."""
-        if not outcome.error:
+        if outcome.error:
+            return
+        with self._lock:
             self._kept[key] = replace(outcome, seconds=0.0, tries=0)
             if len(self._kept) > self._size:
                 self._kept.popitem(last=False)

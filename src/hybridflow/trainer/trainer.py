@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
 from hybridflow.checkpoint.store import CheckpointStore
-from hybridflow.errors import HybridFlowError, Stopped
+from hybridflow.errors import BY_CALLBACK, HybridFlowError, Stopped
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.progress import progress
 from hybridflow.observability.timing import Timer
@@ -137,7 +137,8 @@ class Trainer(Generic[Source, Step]):
                 logged = self._train_step(step)
                 if after_step is not None and after_step(step, logged):
                     break
-            self._wait_for_validation()
+            if self._wait_for_validation():
+                self._log_testing()
             if self.state.validation_due:  # a signal has left out the validation of the last step
                 stop_token.stop_here()
             self.state.saves.commit(self.store)
@@ -173,12 +174,18 @@ class Trainer(Generic[Source, Step]):
         self.last_validation = validation
         return validation
 
-    def _wait_for_validation(self) -> None:
-        """Wait until no validation is under way beside training, and log it."""
-        if self.beside is not None and self.beside.step is not None:
-            with stop_token.leavable():
-                self.beside.wait()
-            self._log_finished_validation()
+    def _wait_for_validation(self) -> bool:
+        """Wait until no validation is under way beside training, and log it; return whether one was."""
+        if self.beside is None or self.beside.step is None:
+            return False
+        with self.timer("testing"), stop_token.leavable():
+            self.beside.wait()
+        self._log_finished_validation()
+        return True
+
+    def _log_testing(self) -> None:
+        """Log what training has waited in this step for validations beside it."""
+        self.trackers.log({"timing_s/testing": self.timer.seconds("testing")}, self.state.step)
 
     def _log_finished_validation(self) -> None:
         """Log the validation beside training that has ended, if one has, under its own step."""
@@ -214,19 +221,38 @@ class Trainer(Generic[Source, Step]):
         self.expiry.step_took(self.timer.seconds("step"))
         self.expiry.save_took(self.state.saves.longest)
         self._log_finished_validation()
-        if self.beside is not None and self.validator is not None and self.state.validation_due:
-            self._validate(self.validator, step)
-            self.trackers.log({"timing_s/testing": self.timer.seconds("testing")}, step)
         ends_soon = self.save_freq > 0 and self.expiry.due()
-        if ends_soon or self._due(self.save_freq, step):
-            is_older = self.beside is not None and self.beside.step not in (None, step)
-            if not ends_soon and (is_older or step == self.total_steps):
-                # its weights are not in this checkpoint, from which a resumed run could not redo it
-                self._wait_for_validation()
+        if ends_soon:  # before any wait
             self._save(step)
-        if ends_soon:
             self.state.saves.commit(self.store)  # also one that is written beside the run
+        self._begin_validation()
+        saves = not ends_soon and self._due(self.save_freq, step)
+        is_older = self.beside is not None and self.beside.step not in (None, step)
+        if saves and (is_older or step == self.total_steps):
+            # its weights are not in this checkpoint, from which a resumed run could not redo it
+            self._wait_for_validation()
+        if self.beside is not None and (waited := self.timer.seconds("testing")):
+            self._log_testing()
+            self.expiry.step_took(self.timer.seconds("step") + waited)
+        if saves:
+            self._save(step)
         return logged
+
+    def _begin_validation(self) -> None:
+        """Begin the validation beside training that is due, if one is and is not under way yet."""
+        due = self.beside is not None and self.state.validation_due and self.beside.step != self.state.step
+        if due and self.validator is not None:
+            self._validate(self.validator, self.state.step)
+
+    def _validate_at_callback(self) -> None:
+        """Validate beside training what a run that waits for it has validated when a callback ends it."""
+        try:
+            with suppress(HybridFlowError):  # an error of the validation is not why the run ends
+                self._begin_validation()
+                self._wait_for_validation()
+        except Stopped as again:  # by a signal, or by a callback that hears of the validation
+            if again.at_once:
+                raise
 
     def _validate_after(self, step: int) -> dict[str, float]:
         """Validate where it is due. A signal leaves it out; a resumed run makes up for it."""
@@ -261,6 +287,8 @@ class Trainer(Generic[Source, Step]):
         except Stopped as stopped:
             if not stopped.at_once:
                 try:
+                    if stopped.number == BY_CALLBACK:
+                        self._validate_at_callback()
                     if self._has_unsaved_steps():
                         self._save(self.state.step)
                     with suppress(HybridFlowError):  # an error of the validation is not why the run ends

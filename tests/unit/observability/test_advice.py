@@ -191,10 +191,25 @@ def test_advice_is_repeated_only_now_and_then() -> None:
 
 def test_a_resumed_run_compares_with_the_steps_before() -> None:
     watch = AdviceWatch()
-    for _ in range(12):
-        watch.history.add({"actor/ppo_kl": 0.002})
+    for step in range(1, 13):
+        watch.history.add({"actor/ppo_kl": 0.002}, step)
     said = [watch.look({"actor/ppo_kl": 2.0}, step) for step in range(13, 20)]
     assert [[advice.rule for advice in each] for each in said if each] == [["kl"]]
+
+
+def test_a_late_validation_is_compared_with_the_training_score_of_its_step() -> None:
+    said = {}
+    for late in (0, 4):
+        watch = AdviceWatch()
+        for step in range(1, 24):
+            score = 0.4 if step < 10 else 0.8
+            found = watch.look({"critic/score/mean": score}, step)
+            for validated, value in ((6, 0.7), (16, 0.3)):
+                if step == validated + late:
+                    found += watch.look({"val-core/task/acc/mean@1": value}, validated)
+            said |= {(late, advice.rule): advice.message for advice in found}
+    assert {rule for _, rule in said} == {"hacking"}
+    assert "score rose from 0.4 to 0.8" in said[0, "hacking"] and said[4, "hacking"] == said[0, "hacking"]
 
 
 def test_a_part_of_a_step_that_takes_far_longer_than_before() -> None:

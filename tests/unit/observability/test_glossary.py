@@ -124,7 +124,7 @@ def test_health_reads_what_the_table_says() -> None:
 
     def reads(name: str) -> bool:
         run = History()
-        run.add({name: 1.0})
+        run.add({name: 1.0}, 1)
         through_all = bool(run.validations) or name.endswith("/num_skipped_steps")
         return name in asked.names or name.startswith(tuple(prefixes)) or through_all
 

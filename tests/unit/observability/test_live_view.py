@@ -185,6 +185,24 @@ def test_advice_names_keys_with_their_values_and_says_since_when(tmp_path: Path)
     assert anew == news["advice"], "step by step or at once, the rules find the same"
 
 
+def test_advice_of_a_validation_that_comes_late_is_that_of_one_in_time(tmp_path: Path) -> None:
+    scores = {0: 0.5, 6: 0.7, 12: 0.7, 18: 0.3}
+    pages = []
+    for late in (0, 3):
+        run = tmp_path / str(late)
+        with build_trackers("jsonl", run) as trackers:
+            follower = RunFollower(run)
+            for step in range(25 + late):
+                if 0 < step < 25:
+                    trackers.log({"critic/score/mean": 0.4 if step < 12 else 0.8}, step)
+                if step - late in scores:
+                    trackers.log({"val-core/task/acc/mean@1": scores[step - late]}, step - late)
+                pages.append(polled(follower)["advice"])
+    in_time, beside = pages[24], pages[-1]
+    assert [(entry["rule"], entry["first"]) for entry in in_time] == [("hacking", 18)]
+    assert beside == in_time
+
+
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[LiveServer]:
     (tmp_path / "run").mkdir()

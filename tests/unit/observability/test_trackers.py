@@ -150,6 +150,10 @@ def test_wandb_has_validations_beside_training_on_an_axis_of_their_own(
         trackers.log({"val-core/x": 0.3}, 3)
         trackers.log({"a": 5.0}, 5)
         trackers.log({"val-core/x": 0.35}, 4)
+        trackers.log({"a": 6.0}, 6)
+        trackers.log({"a": 7.0}, 7)
+        trackers.log({"val-core/x": 0.5}, 5)
+        trackers.log({"val-core/x": 0.7}, 7)
     assert library.named("define_metric") == [
         (("val-core/*",), {"step_metric": "val/step"}),
         (("val-aux/*",), {"step_metric": "val/step"}),
@@ -163,8 +167,9 @@ def test_wandb_has_validations_beside_training_on_an_axis_of_their_own(
         assert not {*row} & {*values}, "wandb keeps the last of two values in a row"
         row |= values
     shown = sorted((row["val/step"], row["val-core/x"]) for row in rows.values() if "val/step" in row)
-    assert shown == [(0, 0.0), (2, 0.2), (3, 0.3), (4, 0.35), (4, 0.4)]
+    assert shown == [(0, 0.0), (2, 0.2), (3, 0.3), (4, 0.35), (4, 0.4), (5, 0.5), (7, 0.7)]
     assert "val/generations" in rows[1]
+    assert (rows[7]["val/step"], rows[8]["val/step"]) == (5, 7), "a late one is sent at once"
 
 
 def test_jsonl_refuses_steps_that_go_back(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import OrderedDict
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from hybridflow.rewards import RewardManager, ScoreRequest
 from hybridflow.rewards.build import CachedScorer, InProcessScorer, build_reward_manager
 from hybridflow.rewards.function import RewardFunction
 from hybridflow.rewards.pool import RateLimit
+from hybridflow.rewards.result import ScoringOutcome
 
 
 def admissions(config: RewardConfig, count: int, seconds_each: float) -> tuple[list[float], int]:
@@ -107,6 +109,26 @@ def test_equal_responses_are_scored_once_and_counted() -> None:
     assert scores("c", "a", "bad") == [3.0, 5.0, 0.0]
     assert called == ["a", "b", "c", "bad", "a", "bad"] and counts == [2.0, 1.0, 1.0]
     manager.close()
+
+
+def test_an_outcome_is_found_while_another_thread_keeps_one() -> None:
+    scorer = CachedScorer(InProcessScorer(lambda: RewardFunction.of(lambda **_: 1.0), 30.0), size=1)
+    outcome = ScoringOutcome(score=0.5, tries=0)
+    keeper = threading.Thread(target=scorer.keep, args=(b"new", outcome))
+
+    class Kept(OrderedDict[bytes, ScoringOutcome]):
+        def move_to_end(self, key: bytes, last: bool = True) -> None:
+            if key == b"old":
+                keeper.start()  # it would forget this key
+                keeper.join(0.2)
+            super().move_to_end(key, last)
+
+    scorer._kept = Kept()
+    scorer.keep(b"old", outcome)
+    assert scorer.find(b"old") == outcome
+    keeper.join()
+    assert scorer.find(b"old") is None and scorer.find(b"new") == outcome
+    scorer.close()
 
 
 def test_rows_that_cannot_be_compared_equal_no_other_of_any_step() -> None:

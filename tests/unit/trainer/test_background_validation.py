@@ -25,7 +25,8 @@ from hybridflow.controller import RankInfo, WorkerHost
 from hybridflow.controller.local import LocalBackend
 from hybridflow.controller.worker import Place
 from hybridflow.data.tokenizer import load_tokenizer
-from hybridflow.errors import RewardError, Stopped
+from hybridflow.episodes.pipeline import ValidationFailed
+from hybridflow.errors import HybridFlowError, RewardError, Stopped
 from hybridflow.observability.timing import Timer
 from hybridflow.observability.trackers.jsonl import read_metrics
 from hybridflow.stop_token import stop_token
@@ -34,7 +35,7 @@ from hybridflow.trainer.ppo.background_validation import BackgroundValidation
 from hybridflow.trainer.ppo.build import PPOTrainer
 from hybridflow.trainer.roles.role_builders import facts_of
 from hybridflow.trainer.roles.roles import factories
-from hybridflow.trainer.stopping import newest_checkpoint
+from hybridflow.trainer.stopping import Expiry, newest_checkpoint
 from hybridflow.workers import RolloutGroup, RolloutWorker
 
 PATIENCE = 300.0
@@ -328,16 +329,17 @@ def test_a_validation_that_never_ends_is_given_up(
     assert "it has not ended within 0.2 s (trainer.worker_timeout)" in caplog.text
 
 
-def test_an_error_of_the_reward_is_raised_as_where_training_waits(
-    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [RewardError("no such answer"), ValidationFailed("no such answer")])
+def test_an_error_of_its_rewards_or_responses_is_raised_as_where_training_waits(
+    model: Path, tmp_path: Path, error: HybridFlowError
 ) -> None:
     with beside(model, tmp_path / "run") as scene:
 
         def fail() -> None:
-            raise RewardError("no such answer")
+            raise error
 
         scene.before_validation[2] = fail
-        with pytest.raises(RewardError, match="no such answer"):
+        with pytest.raises(type(error), match="no such answer"):
             scene.trainer.fit()
     assert len(scene.groups) == 1
 
@@ -467,10 +469,75 @@ def test_a_callback_that_hears_of_it_late_ends_the_run_in_order(model: Path, tmp
         scene.before_validation[1] = let(second)  # so the trainer waits for it after step 2
         scene.trainer.trackers.trackers.append(CallbackTracker([callback], tmp_path / "run"))
         scene.trainer.fit()
-    assert callback.heard == [0, 1]
+    assert callback.heard == [0, 1, 2]
     lines = metrics_of(tmp_path / "run")
     assert sorted(lines) == [0, 1, 2] and lines[2]["training/global_step"] == 2
     assert newest_checkpoint(tmp_path / "run") == tmp_path / "run" / "global_step_2"
+
+
+def test_a_callback_that_ends_the_run_after_a_step_hears_of_its_validation(
+    model: Path, tmp_path: Path, ordinary: tuple[Path, dict[str, torch.Tensor]]
+) -> None:
+    heard: list[int] = []
+
+    class Ends:
+        def on_step_end(self, step: int, metrics: dict[str, float]) -> bool:
+            return step == 4
+
+        def on_validation(self, step: int, metrics: dict[str, float]) -> None:
+            heard.append(step)
+
+    with pytest.raises(Stopped), beside(model, tmp_path / "run") as scene:
+        fourth = threading.Event()
+        scene.before_training[4] = fourth.set
+        scene.before_validation[2] = let(fourth)
+        scene.trainer.trackers.trackers.append(CallbackTracker([Ends()], tmp_path / "run"))
+        scene.trainer.fit()
+    assert heard == [0, 2, 4]
+    assert metrics_of(tmp_path / "run") == {
+        step: line for step, line in metrics_of(ordinary[0]).items() if step < 5
+    }
+    assert newest_checkpoint(tmp_path / "run") == tmp_path / "run" / "global_step_4"
+    with beside(model, tmp_path / "run") as scene:
+        assert not scene.trainer.state.validation_due
+
+
+def test_all_that_training_waits_is_counted_and_a_checkpoint_before_the_end_waits_for_nothing(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    ends = {step: threading.Event() for step in range(1, 6)}
+    waited = BackgroundValidation.wait
+    saved = CheckpointStore.begin
+
+    def tick() -> float:
+        clock[0] += 1e-3
+        return clock[0]
+
+    def wait(self: BackgroundValidation) -> None:
+        assert self.step is not None
+        scene.events.append(f"wait for {self.step}")
+        clock[0] += 100.0
+        ends[self.step].set()
+        waited(self)
+
+    def begin(self: CheckpointStore, step: int, *args: Any) -> Any:
+        scene.events.append(f"save {step}")
+        return saved(self, step, *args)
+
+    monkeypatch.setattr(BackgroundValidation, "wait", wait)
+    monkeypatch.setattr(CheckpointStore, "begin", begin)
+    keys = ("trainer.val_before_train=false", "trainer.test_freq=1", "trainer.save_freq=100")
+    with beside(model, tmp_path / "run", *keys) as scene:
+        scene.trainer.timer._clock = tick
+        scene.before_validation |= {step: let(event) for step, event in ends.items()}
+        scene.trainer.expiry = Expiry(at=440.0, clock=lambda: clock[0])  # a step and a save are 160 seconds
+        scene.trainer.fit()
+    order = [event for event in scene.events if event.startswith(("wait", "save"))]
+    assert order == ["wait for 1", "wait for 2", "wait for 3", "save 5", "wait for 4", "wait for 5"]
+    lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
+    seconds = [lines[step]["timing_s/testing"] for step in range(2, 6)]
+    assert seconds == pytest.approx([100.0, 100.0, 100.0, 200.0], abs=1.0)
 
 
 def test_the_seconds_beside_training_are_no_part_of_the_step(model: Path, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tiny_trainer import actor_module, build, ppo_config
 from hybridflow.config import PPOConfig
 from hybridflow.data.prompts import PromptRow
 from hybridflow.episodes.filters import rows_of, uids_of
+from hybridflow.episodes.pipeline import ValidationFailed
 from hybridflow.errors import DataError, RewardError, RolloutError
 from hybridflow.observability.metrics import Metrics
 from hybridflow.observability.report import collect
@@ -449,7 +450,7 @@ def test_responses_that_could_not_be_generated_leave_the_batch(
         made = trainer.source.next(1)
         batch = made.rows
         check_rows(trainer, batch)
-        with pytest.raises(RolloutError, match="of a validation failed; the first, request 0: no memory"):
+        with pytest.raises(ValidationFailed, match="of a validation failed; the first, request 0: no memory"):
             validated(trainer, next(iter(trainer.source.loader)))
     assert list(batch.non_tensor_batch["uid"]) == ["1-1", *["1-2"] * 2, *["1-3"] * 2]
     assert made.metrics.to_floats()["training/num_failed/infrastructure"] == 3.0

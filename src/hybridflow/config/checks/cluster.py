@@ -132,6 +132,12 @@ def validation_layout(config: PPOConfig) -> Iterator[str]:
             "trainer.val_in_background=true without validation data: set data.val_files, or "
             "data.task.val_size with data.task.name, or set val_in_background=false"
         )
+    if trainer.test_freq <= 0 and not trainer.val_before_train:
+        yield (
+            f"trainer.val_in_background=true with trainer.test_freq={trainer.test_freq} and "
+            "trainer.val_before_train=false, so nothing validates: set test_freq to 1 or more, or "
+            "val_in_background=false"
+        )
     if trainer.controller == "local" or VALIDATION not in trainer.placement:
         return  # told by the key itself
     if not lives_alone(trainer, VALIDATION):

@@ -34,21 +34,28 @@ class Findings:
     def __init__(self) -> None:
         self._history = History()
         self._found: dict[str, dict[str, Any]] = {}
-        self._done: int | None = None
-        """Newest step that the rules have seen for good."""
+        self._done: dict[int, int] = {}
+        """Numbers of metrics of the steps that the rules have seen for good."""
+
+    def are_stale(self, metrics: Mapping[int, Mapping[str, float]]) -> bool:
+        """Return whether a step before the newest one has got metrics since, as by a validation that comes
+        late.
+        """
+        newest = max(self._done, default=-math.inf)
+        return {step: len(values) for step, values in metrics.items() if step <= newest} != self._done
 
     def of(self, metrics: Mapping[int, Mapping[str, float]]) -> list[dict[str, Any]]:
         """Return the findings of the rules in all steps, present ones first.
 
         An entry has `rule`, `message`, `keys`, `hint`, `first`, `last`, `steps` (their number) and `now`. The
-        steps before the newest one are those of the last call.
+        steps before the newest one are those of the last call (`are_stale`).
         """
-        steps = [step for step in sorted(metrics) if self._done is None or step > self._done]
+        steps = [step for step in sorted(metrics) if step not in self._done]
         if not steps:
             return []
         for step in steps[:-1]:
             _look(self._history, self._found, metrics[step], step)
-            self._done = step
+            self._done[step] = len(metrics[step])
         found = copy.deepcopy(self._found)
         _look(copy.deepcopy(self._history), found, metrics[steps[-1]], steps[-1])
         entries = [{**entry, "now": entry["last"] == steps[-1]} for entry in found.values()]
@@ -58,7 +65,7 @@ class Findings:
 def _look(
     history: History, found: dict[str, dict[str, Any]], metrics: Mapping[str, float], step: int
 ) -> None:
-    history.add({name: value for name, value in metrics.items() if isinstance(value, (int, float))})
+    history.add({name: value for name, value in metrics.items() if isinstance(value, (int, float))}, step)
     alarms, hints = find_advice(history)
     for advice in alarms + hints:
         entry = found.setdefault(advice.rule, {"rule": advice.rule, "first": step, "steps": 0})
@@ -116,6 +123,7 @@ class RunFollower:
         self._forget_old_rollouts()
         if gone:
             self._epoch = os.urandom(4).hex()  # the page starts again
+        if gone or self._findings.are_stale(self.metrics.by_step):
             self._findings = Findings()
         if gone or self.metrics.newest == self._number:
             self._advice = self._findings.of(self.metrics.by_step)

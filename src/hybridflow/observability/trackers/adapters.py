@@ -92,7 +92,7 @@ class WandbTracker(LibraryTracker):
     may have lost the end of its file, so a resumed one begins with the earlier steps.
 
     wandb takes rows in rising order of steps alone. Validations beside training have an axis of their own
-    (`val/step`), and one that comes late goes into the newest row that has no other.
+    (`val/step`), and each goes into the first row from the newest one on that has no other.
     """
 
     library = "wandb"
@@ -121,19 +121,24 @@ class WandbTracker(LibraryTracker):
         return str(self._run.id), run.earlier if mode == "offline" else {}
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        values = dict(metrics)
         if step > self._newest:
-            if self._late and not self._holds_validation:
-                self._run.log(self._late.pop(0), step=self._newest)
             self._newest = step
             self._holds_validation = False
         if self._has_axis and any(name.startswith("val-") for name in metrics):
-            values[self.step_metric] = step
-            self._holds_validation = True
-        super().log(values, step)
+            self.log_late(metrics, step)
+        else:
+            super().log(metrics, step)
+            self._send_late()
 
     def log_late(self, metrics: Mapping[str, float], step: int) -> None:
         self._late.append({**metrics, self.step_metric: step})
+        self._send_late()
+
+    def _send_late(self) -> None:
+        """Send the oldest validation that waits, at once where the newest row has no other."""
+        if self._late and not self._holds_validation:
+            self._run.log(self._late.pop(0), step=self._newest)
+            self._holds_validation = True
 
     def log_samples(self, rows: Sequence[SampleRow], step: int) -> None:
         super().log_samples(rows, max(step, self._newest))

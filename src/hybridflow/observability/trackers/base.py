@@ -107,8 +107,8 @@ class Trackers(Tracker):
         self.trackers = list(trackers)
         self._step = 0
         self._watch = AdviceWatch()
-        for _, metrics in sorted((earlier or {}).items()):
-            self._watch.history.add(metrics)  # nothing is said about them
+        for step, metrics in sorted((earlier or {}).items()):
+            self._watch.history.add(metrics, step)  # nothing is said about them
         self._stalls = StallWatch(running, lambda advice: self.alert(advice, self._step + 1))
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from hybridflow.episodes.pipeline import ValidationFailed
 from hybridflow.errors import HybridFlowError, RolloutError, WorkerError
 from hybridflow.models.exact_mode import ExactMode
 from hybridflow.observability.progress import progress
@@ -101,7 +102,8 @@ class BackgroundValidation:
     def finished(self) -> tuple[int, dict[str, float]] | None:
         """Return the step and the metrics of the validation that has ended, once; keep its samples.
 
-        None where none has ended, or it was given up. Raises what its reward, or its data, have raised.
+        None where none has ended, or it was given up. Raises what its reward or its data have raised, or
+        ValidationFailed.
         """
         job = self._job
         if job is None or not job.over.is_set():
@@ -189,6 +191,8 @@ class BackgroundValidation:
                 group.take(replace(job.staged))
                 job.metrics, job.shown = self._validator.measure(job.step, group)
                 return True
+            except ValidationFailed:
+                raise  # the engine has answered: it would give the same answers once more
             except (WorkerError, RolloutError) as error:
                 if job.given_up.is_set():
                     return False

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import struct
+import threading
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,6 @@ from serving import TOKEN, Served, serve_client, tiny_model
 from transformers import AutoTokenizer
 
 from hybridflow.config.data import BaseDataConfig
-from hybridflow.data import pictures
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.media import MediaReader
 from hybridflow.models.policy import PolicyModel
@@ -32,7 +32,7 @@ from hybridflow.rollout.server.errors import ApiError
 from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.schema import ChatBody
 from hybridflow.rollout.server.service import ServerLimits
-from picture_models import picture_model, picture_policy, squares
+from picture_models import picture_host, picture_model, picture_policy, squares
 
 RED = squares((220, 30, 30), (30, 60, 220))
 BLUE = squares((30, 60, 220), (30, 160, 60))
@@ -69,9 +69,11 @@ def model_of(family: str, **keys: bool) -> ServedModel:
 
 
 @contextmanager
-def serving(family: str, policy: PolicyModel, **keys: bool) -> Iterator[Served]:
+def serving(
+    family: str, policy: PolicyModel, *, limits: ServerLimits = LIMITS, **keys: bool
+) -> Iterator[Served]:
     replica = EngineReplica(NativeEngine(policy, eos_token_ids=[3]), name="native-0")
-    with serve_client(LLMClient([replica]), model_of(family, **keys), LIMITS) as server:
+    with serve_client(LLMClient([replica]), model_of(family, **keys), limits) as server:
         yield server
 
 
@@ -233,22 +235,36 @@ def test_open_requests_hold_pictures_up_to_a_limit(served: Served) -> None:
 
 
 def test_addresses_are_fetched_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked_for = []
-
-    def answer(address: str, timeout: float) -> Any:
-        asked_for.append(address)
-        return io.BytesIO(file_of(RED))  # it has `read1`, and closes, as an open answer
-
-    monkeypatch.setattr(pictures.urllib.request, "urlopen", answer)
-    body = {"messages": asked(shown("http://a.example/b.png")), "temperature": 0, "max_tokens": 4}
-    with serving("qwen3_vl", picture_policy(), fetch_media=True) as server:
+    with (
+        picture_host([b"HTTP/1.1 200 OK\r\n\r\n", file_of(RED)]) as (address, asked_for),
+        serving("qwen3_vl", picture_policy(), fetch_media=True) as server,
+    ):
+        body = {"messages": asked(shown(address)), "temperature": 0, "max_tokens": 4}
         fetched = server.http.post(CHAT, json=body).json()
         sent = server.http.post(CHAT, json={**body, "messages": asked(shown(url(RED)))}).json()
         assert fetched["choices"][0]["message"] == sent["choices"][0]["message"]
-        monkeypatch.setattr(pictures, "FETCH_SECONDS", -1.0)
+        assert asked_for == ["GET /a.png HTTP/1.1"]
+        monkeypatch.setattr(prompts, "FETCH_SECONDS", 0.0)
         slow = server.http.post(CHAT, json=body)
         assert slow.status_code == 400 and "was not whole after" in slow.text
-    assert asked_for == ["http://a.example/b.png"] * 2
+
+
+def test_a_request_whose_pictures_take_too_long_has_its_own_deadline() -> None:
+    answered = threading.Event()
+
+    def answer() -> Iterator[bytes]:
+        yield b"HTTP/1.1 200 OK\r\nX-Slow: "
+        answered.wait(600)
+
+    limits = replace(LIMITS, deadline_s=0.5)
+    with (
+        picture_host(answer()) as (address, _),
+        serving("qwen3_vl", picture_policy(), limits=limits, fetch_media=True) as server,
+    ):
+        late = server.http.post(CHAT, json={"messages": asked(shown(address))})
+        answered.set()
+        assert late.status_code == 504 and "was not read within 0.5 s" in late.text
+        assert server.service.readers.num_open == 0
 
 
 def test_the_command_reads_pictures_where_its_model_does() -> None:

@@ -113,7 +113,8 @@ class MediaReader:
 
     def as_sent(self, row: Row) -> dict[str, Any]:
         """Return a row as an agent sends it on over HTTP: its column of pictures has URLs, and its messages
-        have them in parts of OpenAI's form. MediaError where a picture cannot be read, and for videos.
+        have them in parts of OpenAI's form. MediaError where a picture cannot be read or is too large to be
+        sent, and for videos.
         """
         sent = dict(row)
         if self._column("video", row):
@@ -121,14 +122,14 @@ class MediaReader:
                 "videos are not sent over HTTP: give the row their frames as pictures, or leave them out"
             )
         if pictures := self._column("image", row):
-            sent[str(self.config.image_key)] = [url_of(picture) for picture in pictures]
+            sent[str(self.config.image_key)] = _urls(pictures)
         prompt = row.get("raw_prompt")
         if isinstance(prompt, str) or not prompt:
             return sent
         messages, sources = self.in_parts(prompt, row, of_agent=True)
         if not sources:
             return sent
-        urls = iter([url_of(source.value) for source in sources])
+        urls = iter(_urls([source.value for source in sources]))
         for message in messages:
             content = message.get("content")
             for part in content if isinstance(content, list) else ():
@@ -223,6 +224,17 @@ class MediaReader:
             held = waiting[kind].pop(0)
         found.append(MediaSource(kind, held))
         return {"type": kind}
+
+
+def _urls(pictures: Sequence[Any]) -> list[str]:
+    """Return pictures as `url_of` has them; MediaError with the number of one that cannot be sent."""
+    urls = []
+    for number, picture in enumerate(pictures):
+        try:
+            urls.append(url_of(picture))
+        except MediaError as error:
+            raise MediaError(f"image {number} of the row: {error}") from error
+    return urls
 
 
 def _shown(read: Read, shown: Sequence[bytes]) -> Read:

@@ -124,10 +124,20 @@ def _too_many_pixels(got: str) -> str:
 
 
 def url_of(value: Any) -> str:
-    """Return a picture as a URL that can be sent: an address as it is, else a data URL. MediaError as
-    `pack_media`.
+    """Return a picture as a URL that `sent_file` takes: an address as it is, else a data URL, which is a PNG
+    where its file has none of SENT_FORMATS. MediaError as `pack_media`, and for too many pixels.
     """
-    return str(pack_media(_unwrapped(value)))
+    held = _unwrapped(value)
+    if isinstance(held, str) and held.startswith(("http://", "https://")):
+        return held
+    picture, name = _open(held, False)
+    if (pixels := picture.width * picture.height) > MOST_SENT_PIXELS:
+        raise MediaError(_too_many_pixels(f"{name} has {pixels} pixels"))
+    if picture.format not in (*SENT_FORMATS, "MPO"):  # MPO: a JPEG with further pictures behind it
+        held = read_picture(picture)
+    elif isinstance(held, str) and held.startswith("data:"):
+        held = _content(held, held, False)  # its own head may name another type than a picture's
+    return str(pack_media(held))
 
 
 def pack_media(value: Any) -> Any:

@@ -18,6 +18,7 @@ from hybridflow.config.data import BaseDataConfig
 from hybridflow.data.files import Row, Rows
 from hybridflow.data.messages import MEDIA_PARTS, Message, media_keys
 from hybridflow.data.pictures import (
+    SENT_FORMATS,
     MediaError,
     Picture,
     media_in,
@@ -36,10 +37,12 @@ _MARK = re.compile(r"(<image>|<video>)")
 
 
 class MediaSource(NamedTuple):
-    """A picture or a video of a row, as the data has it."""
+    """A picture or a video of a row, as the data has it, or a picture that a client has sent."""
 
     kind: MediumKind
     value: Any
+    formats: tuple[str, ...] | None = None
+    """Formats that the file of a picture may have; None: any."""
 
 
 class MediaReader:
@@ -162,8 +165,8 @@ class MediaReader:
 
     @staticmethod
     def of_files(files: Sequence[bytes]) -> list[MediaSource]:
-        """Return pictures by the bytes of their files."""
-        return [MediaSource("image", file) for file in files]
+        """Return pictures by the bytes of the files that `sent_file` gives, for the same decoders."""
+        return [MediaSource("image", file, SENT_FORMATS) for file in files]
 
     def has_media(self, token_ids: Sequence[int]) -> bool:
         """Return whether there are pictures or videos among expanded token ids."""
@@ -178,7 +181,7 @@ class MediaReader:
     def _read(self, source: MediaSource) -> Read:
         fetch = self.config.fetch_media
         if source.kind == "image":
-            return self._picture(read_picture(source.value, fetch=fetch))
+            return self._picture(read_picture(source.value, fetch=fetch, formats=source.formats))
         frames, fps = read_video(source.value, fetch=fetch)
         read = self.processor.video(frames, fps)
         count = len(read.media)
@@ -198,7 +201,8 @@ class MediaReader:
         """Return the token ids that a picture or a video becomes, without its media."""
         fetch = self.config.fetch_media
         if source.kind == "image":
-            return Read(self.processor.picture_tokens(picture_size(source.value, fetch=fetch)), ())
+            size = picture_size(source.value, fetch=fetch, formats=source.formats)
+            return Read(self.processor.picture_tokens(size), ())
         return Read(self.processor.video(*read_video(source.value, fetch=fetch)).token_ids, ())
 
     def _column(self, kind: str, row: Row) -> list[Any]:

@@ -54,17 +54,24 @@ class MediaError(DataError, ValueError):
     """A picture or a video that cannot be used, with its file or address."""
 
 
-def read_picture(value: Any, *, fetch: bool = False) -> Picture:
+def read_picture(value: Any, *, fetch: bool = False, formats: tuple[str, ...] | None = None) -> Picture:
     """Return a picture in RGB; MediaError says why that cannot be done.
 
-    Addresses (http, https) are read only with `fetch`. A picture with several frames gives its first.
+    Addresses (http, https) are read only with `fetch`, and with `formats` only files that are one of these,
+    whose pixels are as many as their head says. A picture with several frames gives its first.
     """
-    picture, name = _open(value, fetch)
+    picture, name = _open(value, fetch, formats)
+    counted = picture.size
     with _damage_named(name):
-        return picture.convert("RGB")
+        read = picture.convert("RGB")
+    if formats is not None and read.size != counted:
+        raise MediaError(f"{name} has {read.size} pixels, and its head says {counted}")
+    return read
 
 
-def picture_size(value: Any, *, fetch: bool = False) -> tuple[int, int]:
+def picture_size(
+    value: Any, *, fetch: bool = False, formats: tuple[str, ...] | None = None
+) -> tuple[int, int]:
     """Return width and height of a picture in pixels, where it can be read; MediaError as `read_picture`.
 
     Nothing is decoded of a PNG, whose checksums say that it is whole, and a JPEG at an eighth of its size.
@@ -72,7 +79,7 @@ def picture_size(value: Any, *, fetch: bool = False) -> tuple[int, int]:
     held = _unwrapped(value)
     if isinstance(held, Image.Image):
         return read_picture(held).size
-    picture, name = _open(held, fetch)
+    picture, name = _open(held, fetch, formats)
     size = picture.size
     if picture.format == "PNG":
         with suppress(OSError, ValueError, SyntaxError):
@@ -84,7 +91,7 @@ def picture_size(value: Any, *, fetch: bool = False) -> tuple[int, int]:
             picture.load()
             return size
     # the pixels can be right where checksums are not
-    return read_picture(held, fetch=fetch).size
+    return read_picture(held, fetch=fetch, formats=formats).size
 
 
 def sent_file(url: str, *, fetch: bool, seconds: float) -> tuple[bytes, int]:
@@ -254,7 +261,7 @@ def _inside(value: Mapping[str, Any]) -> Any:
     return found[0]
 
 
-def _open(value: Any, fetch: bool) -> tuple[Picture, str]:
+def _open(value: Any, fetch: bool, formats: tuple[str, ...] | None = None) -> tuple[Picture, str]:
     """Return a picture, not decoded yet, and its name in messages."""
     value = _unwrapped(value)
     if isinstance(value, Image.Image):
@@ -268,7 +275,7 @@ def _open(value: Any, fetch: bool) -> tuple[Picture, str]:
             f"got {type(value).__name__}, wanted a path, bytes, a data URL or an object with one of them"
         )
     try:
-        return Image.open(io.BytesIO(value)), name
+        return Image.open(io.BytesIO(value), formats=formats), name
     except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
         reason = "is no picture in a format that is known here"
         if isinstance(error, Image.DecompressionBombError):

@@ -6,6 +6,7 @@ import base64
 import io
 import struct
 import threading
+import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -20,7 +21,8 @@ from transformers import AutoTokenizer
 
 from hybridflow.config.data import BaseDataConfig
 from hybridflow.data.chat_template import ChatTemplate
-from hybridflow.data.media import MediaReader
+from hybridflow.data.media import MediaReader, MediaSource
+from hybridflow.data.pictures import MediaError, sent_file
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
@@ -194,6 +196,32 @@ def test_a_bad_picture_is_a_bad_request_and_ends_nothing(served: Served, name: s
     assert answer.status_code == 400 and told in answer.json()["error"]["message"], answer.text
     good = {"messages": asked(shown(url(RED)), "red ?"), "max_tokens": 1}
     assert served.http.post(CHAT, json=good).status_code == 200
+
+
+def of_two_formats() -> bytes:
+    """A WEBP of 16 × 16 pixels that is also an IM, a format with a head of text, of 300 × 200."""
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16), (220, 30, 30)).save(file, "WEBP", lossless=True)
+    image = file.getvalue()[8:]
+    size = 0x13A  # its first byte is the colon that ends the first name of an IM: "RIFF:"
+    text = b"\nImage size (x*y): 300*200\n\x1a".ljust(size - len(image) - 8, b"\0")
+    return b"RIFF" + struct.pack("<I", size) + image + b"text" + struct.pack("<I", len(text)) + text
+
+
+def test_what_is_counted_is_what_is_decoded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert Image.open(io.BytesIO(of_two_formats())).size == (300, 200), "left alone, Pillow takes the IM"
+    file, pixels = sent_file(url(of_two_formats()), fetch=False, seconds=0)
+    reader = served.service.model.reader
+    assert pixels == 16 * 16 and reader is not None
+    counted, decoded = (reader.read(reader.of_files([file]), whole=whole) for whole in (False, True))
+    small = reader.read([MediaSource("image", Image.new("RGB", (16, 16), (220, 30, 30)))])
+    assert counted[0].token_ids == decoded[0].token_ids == small[0].token_ids
+    assert served.http.post(CHAT, json={"messages": asked(shown(url(file)))}).status_code == 200
+    monkeypatch.setattr(Image.Image, "convert", lambda self, mode: Image.new(mode, (40, 40)))
+    with pytest.raises(MediaError, match=r"has \(40, 40\) pixels, and its head says \(16, 16\)"):
+        reader.read(reader.of_files([file_of(RED)]))
 
 
 def test_places_and_limits_of_a_request(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:

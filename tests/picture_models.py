@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import socketserver
 import sys
 import tempfile
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -73,3 +78,27 @@ def squares(*colours: tuple[int, int, int], side: int = 16) -> Image.Image:
     picture = Image.new("RGB", (len(colours), 1))
     picture.putdata(list(colours))
     return picture.resize((side, side), Image.Resampling.NEAREST)
+
+
+@contextmanager
+def picture_host(*answers: Iterable[bytes], pause: float = 0.0) -> Iterator[tuple[str, list[str]]]:
+    """Yield the address of a host whose n-th connection is answered with the pieces of the n-th of `answers`,
+    the last for all others, with a pause before each; and the lines by which it was asked.
+
+    The end waits until no connection is answered: a client that has given up must have hung up.
+    """
+    asked: list[str] = []
+
+    class Handler(socketserver.StreamRequestHandler):
+        def handle(self) -> None:
+            lines = list(iter(self.rfile.readline, b"\r\n"))
+            asked.append(lines[0].decode().strip())
+            with suppress(OSError):
+                for piece in answers[min(len(asked), len(answers)) - 1]:
+                    time.sleep(pause)
+                    self.wfile.write(piece)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}/a.png", asked
+        server.shutdown()

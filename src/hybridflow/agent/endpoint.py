@@ -91,7 +91,7 @@ class Endpoint:
         self.model = replace(model, any_name=True)
         self.template = template
         self.limits = ServerLimits()
-        self.readers = JobReaders(self.limits.max_queue, lambda: None)
+        self.readers = JobReaders(self.limits.max_queue, lambda: None, self.limits.deadline_s)
         self._address = (host, port)
         self._server: LoopServer | None = None
         self._recordings: dict[str, Recording] = {}

@@ -18,6 +18,7 @@ from hybridflow.config.data import BaseDataConfig
 from hybridflow.data.files import Row, Rows
 from hybridflow.data.messages import MEDIA_PARTS, Message, media_keys
 from hybridflow.data.pictures import (
+    SENT_FORMATS,
     MediaError,
     Picture,
     media_in,
@@ -36,10 +37,12 @@ _MARK = re.compile(r"(<image>|<video>)")
 
 
 class MediaSource(NamedTuple):
-    """A picture or a video of a row, as the data has it."""
+    """A picture or a video of a row, as the data has it, or a picture that a client has sent."""
 
     kind: MediumKind
     value: Any
+    formats: tuple[str, ...] | None = None
+    """Formats that the file of a picture may have; None: any."""
 
 
 class MediaReader:
@@ -113,7 +116,8 @@ class MediaReader:
 
     def as_sent(self, row: Row) -> dict[str, Any]:
         """Return a row as an agent sends it on over HTTP: its column of pictures has URLs, and its messages
-        have them in parts of OpenAI's form. MediaError where a picture cannot be read, and for videos.
+        have them in parts of OpenAI's form. MediaError where a picture cannot be read or is too large to be
+        sent, and for videos.
         """
         sent = dict(row)
         if self._column("video", row):
@@ -121,14 +125,14 @@ class MediaReader:
                 "videos are not sent over HTTP: give the row their frames as pictures, or leave them out"
             )
         if pictures := self._column("image", row):
-            sent[str(self.config.image_key)] = [url_of(picture) for picture in pictures]
+            sent[str(self.config.image_key)] = _urls(pictures)
         prompt = row.get("raw_prompt")
         if isinstance(prompt, str) or not prompt:
             return sent
         messages, sources = self.in_parts(prompt, row, of_agent=True)
         if not sources:
             return sent
-        urls = iter([url_of(source.value) for source in sources])
+        urls = iter(_urls([source.value for source in sources]))
         for message in messages:
             content = message.get("content")
             for part in content if isinstance(content, list) else ():
@@ -161,8 +165,8 @@ class MediaReader:
 
     @staticmethod
     def of_files(files: Sequence[bytes]) -> list[MediaSource]:
-        """Return pictures by the bytes of their files."""
-        return [MediaSource("image", file) for file in files]
+        """Return pictures by the bytes of the files that `sent_file` gives, for the same decoders."""
+        return [MediaSource("image", file, SENT_FORMATS) for file in files]
 
     def has_media(self, token_ids: Sequence[int]) -> bool:
         """Return whether there are pictures or videos among expanded token ids."""
@@ -177,7 +181,7 @@ class MediaReader:
     def _read(self, source: MediaSource) -> Read:
         fetch = self.config.fetch_media
         if source.kind == "image":
-            return self._picture(read_picture(source.value, fetch=fetch))
+            return self._picture(read_picture(source.value, fetch=fetch, formats=source.formats))
         frames, fps = read_video(source.value, fetch=fetch)
         read = self.processor.video(frames, fps)
         count = len(read.media)
@@ -197,7 +201,8 @@ class MediaReader:
         """Return the token ids that a picture or a video becomes, without its media."""
         fetch = self.config.fetch_media
         if source.kind == "image":
-            return Read(self.processor.picture_tokens(picture_size(source.value, fetch=fetch)), ())
+            size = picture_size(source.value, fetch=fetch, formats=source.formats)
+            return Read(self.processor.picture_tokens(size), ())
         return Read(self.processor.video(*read_video(source.value, fetch=fetch)).token_ids, ())
 
     def _column(self, kind: str, row: Row) -> list[Any]:
@@ -223,6 +228,17 @@ class MediaReader:
             held = waiting[kind].pop(0)
         found.append(MediaSource(kind, held))
         return {"type": kind}
+
+
+def _urls(pictures: Sequence[Any]) -> list[str]:
+    """Return pictures as `url_of` has them; MediaError with the number of one that cannot be sent."""
+    urls = []
+    for number, picture in enumerate(pictures):
+        try:
+            urls.append(url_of(picture))
+        except MediaError as error:
+            raise MediaError(f"image {number} of the row: {error}") from error
+    return urls
 
 
 def _shown(read: Read, shown: Sequence[bytes]) -> Read:

@@ -11,17 +11,18 @@ file of JSON can hold.
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
 import math
-import time
-import urllib.request
+import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
-from http.client import HTTPException
 from pathlib import Path
 from typing import Any
 
+import httpx
 from PIL import Image, ImageSequence, UnidentifiedImageError
 
 from hybridflow.data.messages import MEDIA_PARTS
@@ -35,7 +36,7 @@ FETCH_KEY = "data.fetch_media"
 MOST_BYTES = 64 * 2**20
 """Most bytes of a picture that is fetched from an address."""
 FETCH_SECONDS = 30.0
-"""Deadline of one fetch."""
+"""Deadline of one fetch, from the name of the host to the last byte; in requests, of all their fetches."""
 SENT_FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 """Formats that a client may send: those of OpenAI's and Anthropic's interfaces. Others have decoders that few
 need and that a hostile file could aim at.
@@ -53,17 +54,24 @@ class MediaError(DataError, ValueError):
     """A picture or a video that cannot be used, with its file or address."""
 
 
-def read_picture(value: Any, *, fetch: bool = False) -> Picture:
+def read_picture(value: Any, *, fetch: bool = False, formats: tuple[str, ...] | None = None) -> Picture:
     """Return a picture in RGB; MediaError says why that cannot be done.
 
-    Addresses (http, https) are read only with `fetch`. A picture with several frames gives its first.
+    Addresses (http, https) are read only with `fetch`, and with `formats` only files that are one of these,
+    whose pixels are as many as their head says. A picture with several frames gives its first.
     """
-    picture, name = _open(value, fetch)
+    picture, name = _open(value, fetch, formats)
+    counted = picture.size
     with _damage_named(name):
-        return picture.convert("RGB")
+        read = picture.convert("RGB")
+    if formats is not None and read.size != counted:
+        raise MediaError(f"{name} has {read.size} pixels, and its head says {counted}")
+    return read
 
 
-def picture_size(value: Any, *, fetch: bool = False) -> tuple[int, int]:
+def picture_size(
+    value: Any, *, fetch: bool = False, formats: tuple[str, ...] | None = None
+) -> tuple[int, int]:
     """Return width and height of a picture in pixels, where it can be read; MediaError as `read_picture`.
 
     Nothing is decoded of a PNG, whose checksums say that it is whole, and a JPEG at an eighth of its size.
@@ -71,7 +79,7 @@ def picture_size(value: Any, *, fetch: bool = False) -> tuple[int, int]:
     held = _unwrapped(value)
     if isinstance(held, Image.Image):
         return read_picture(held).size
-    picture, name = _open(held, fetch)
+    picture, name = _open(held, fetch, formats)
     size = picture.size
     if picture.format == "PNG":
         with suppress(OSError, ValueError, SyntaxError):
@@ -83,14 +91,14 @@ def picture_size(value: Any, *, fetch: bool = False) -> tuple[int, int]:
             picture.load()
             return size
     # the pixels can be right where checksums are not
-    return read_picture(held, fetch=fetch).size
+    return read_picture(held, fetch=fetch, formats=formats).size
 
 
-def sent_file(url: str, *, fetch: bool) -> tuple[bytes, int]:
+def sent_file(url: str, *, fetch: bool, seconds: float) -> tuple[bytes, int]:
     """Return the file of a picture that a client has sent, and its number of pixels; MediaError says why not.
 
-    `url` is a data URL or, with `fetch`, an http address. Nothing is decoded. No path is taken: a client may
-    not have this machine's files read.
+    `url` is a data URL or, with `fetch`, an http address, whose file is to be whole in `seconds`. Nothing is
+    decoded. No path is taken: a client may not have this machine's files read.
     """
     name = f"a URL that begins {url[:40]!r}"
     is_data = url.startswith("data:image/") and url.partition(",")[0].endswith(";base64")
@@ -102,7 +110,7 @@ def sent_file(url: str, *, fetch: bool) -> tuple[bytes, int]:
             f"picture's own bytes, or let addresses be fetched (--fetch-media of a server, {FETCH_KEY}=true "
             "of a run)"
         )
-    content = _content(url, url[:200], fetch)
+    content = _content(url, url, fetch) if is_data else _fetched(url, seconds)
     try:
         with Image.open(io.BytesIO(content), formats=SENT_FORMATS) as picture:
             pixels = picture.width * picture.height
@@ -123,10 +131,20 @@ def _too_many_pixels(got: str) -> str:
 
 
 def url_of(value: Any) -> str:
-    """Return a picture as a URL that can be sent: an address as it is, else a data URL. MediaError as
-    `pack_media`.
+    """Return a picture as a URL that `sent_file` takes: an address as it is, else a data URL, which is a PNG
+    where its file has none of SENT_FORMATS. MediaError as `pack_media`, and for too many pixels.
     """
-    return str(pack_media(_unwrapped(value)))
+    held = _unwrapped(value)
+    if isinstance(held, str) and held.startswith(("http://", "https://")):
+        return held
+    picture, name = _open(held, False)
+    if (pixels := picture.width * picture.height) > MOST_SENT_PIXELS:
+        raise MediaError(_too_many_pixels(f"{name} has {pixels} pixels"))
+    if picture.format not in (*SENT_FORMATS, "MPO"):  # MPO: a JPEG with further pictures behind it
+        held = read_picture(picture)
+    elif isinstance(held, str) and held.startswith("data:"):
+        held = _content(held, held, False)  # its own head may name another type than a picture's
+    return str(pack_media(held))
 
 
 def pack_media(value: Any) -> Any:
@@ -243,7 +261,7 @@ def _inside(value: Mapping[str, Any]) -> Any:
     return found[0]
 
 
-def _open(value: Any, fetch: bool) -> tuple[Picture, str]:
+def _open(value: Any, fetch: bool, formats: tuple[str, ...] | None = None) -> tuple[Picture, str]:
     """Return a picture, not decoded yet, and its name in messages."""
     value = _unwrapped(value)
     if isinstance(value, Image.Image):
@@ -257,7 +275,7 @@ def _open(value: Any, fetch: bool) -> tuple[Picture, str]:
             f"got {type(value).__name__}, wanted a path, bytes, a data URL or an object with one of them"
         )
     try:
-        return Image.open(io.BytesIO(value)), name
+        return Image.open(io.BytesIO(value), formats=formats), name
     except (UnidentifiedImageError, OSError, Image.DecompressionBombError) as error:
         reason = "is no picture in a format that is known here"
         if isinstance(error, Image.DecompressionBombError):
@@ -279,27 +297,46 @@ def _content(address: str, name: str, fetch: bool) -> bytes:
                 f"{name} is an address, and nothing is fetched while training: download the pictures, or set "
                 f"{FETCH_KEY}=true"
             )
-        return _fetched(address)
+        return _fetched(address, FETCH_SECONDS)
     try:
         return Path(address.removeprefix("file://")).expanduser().read_bytes()
     except OSError as error:
         raise MediaError(f"{name} cannot be read: {error.strerror or error}") from error
 
 
-def _fetched(address: str) -> bytes:
-    """Return what is at an address; MediaError where it takes too long, or is too large."""
-    ends = time.monotonic() + FETCH_SECONDS
-    content = bytearray()
+def _fetched(address: str, seconds: float) -> bytes:
+    """Return what is at an address; MediaError where it is not whole in `seconds`, or is too large."""
+    found: Future[bytes] = Future()
+
+    def work() -> None:
+        try:
+            found.set_result(asyncio.run(_streamed(address, seconds)))
+        except BaseException as error:
+            found.set_exception(error)
+
+    # a thread of its own: an event loop may run in this one, and a look-up of a host cannot be cancelled
+    threading.Thread(target=work, name="fetch a picture", daemon=True).start()
     try:
-        with urllib.request.urlopen(address, timeout=FETCH_SECONDS) as answer:
-            while piece := answer.read1(2**16):
-                content += piece
-                if len(content) > MOST_BYTES:
-                    raise MediaError(f"{address[:200]} has more than {MOST_BYTES} bytes")
-                if time.monotonic() > ends:
-                    raise MediaError(f"{address[:200]} was not whole after {FETCH_SECONDS:g} s")
+        return found.result(seconds)
     except MediaError:
         raise
-    except (OSError, ValueError, HTTPException) as error:
+    except TimeoutError as error:
+        raise MediaError(f"{address[:200]} was not whole after {FETCH_SECONDS:g} s") from error
+    except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
         raise MediaError(f"{address[:200]} cannot be fetched: {error}") from error
+
+
+async def _streamed(address: str, seconds: float) -> bytes:
+    content = bytearray()
+    # the one deadline: those of httpx begin anew with every byte
+    async with (
+        asyncio.timeout(seconds),
+        httpx.AsyncClient(follow_redirects=True, timeout=None) as client,
+        client.stream("GET", address, headers={"Accept-Encoding": "identity"}) as answer,
+    ):
+        answer.raise_for_status()
+        async for piece in answer.aiter_raw():
+            content += piece
+            if len(content) > MOST_BYTES:
+                raise MediaError(f"{address[:200]} has more than {MOST_BYTES} bytes")
     return bytes(content)

@@ -26,7 +26,7 @@ from hybridflow.agent.episode import Policy
 from hybridflow.config.data import DataConfig
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.media import MediaReader
-from hybridflow.data.pictures import MediaError
+from hybridflow.data.pictures import MediaError, read_picture, sent_file
 from hybridflow.models.policy import PolicyModel
 from hybridflow.processes.local import LocalHosts
 from hybridflow.protocol.prompt import MEDIA
@@ -194,11 +194,32 @@ def test_a_row_with_pictures_is_given_as_it_can_be_sent(tmp_path: Path, in_proce
     assert list(call.prompt.token_ids) == wanted.token_ids and call.prompt.media == wanted.media
 
 
+@pytest.mark.parametrize("kind", ["BMP", "TIFF", "PPM", "ICO", "JPEG2000", "MPO", "JPEG", "data", "memory"])
+def test_pictures_of_rows_are_sent_in_formats_that_are_taken(kind: str) -> None:
+    reader = endpoint_of("qwen3_vl").model.reader
+    assert reader is not None
+    file = io.BytesIO()
+    PICTURES[0].save(file, "PNG" if kind in ("data", "memory") else kind)
+    held: Any = file.getvalue()
+    if kind == "data":
+        held = "data:;base64," + base64.b64encode(held).decode()
+    elif kind == "memory":
+        held = Image.open(file)
+    sent = reader.as_sent({"raw_prompt": [{"role": "user", "content": "<image>?"}], "images": [held]})
+    assert sent["raw_prompt"][0]["content"][0]["image_url"] == {"url": sent["images"][0]}
+    taken, _ = sent_file(sent["images"][0], fetch=False, seconds=0)
+    assert read_picture(taken).tobytes() == read_picture(held).tobytes()
+    assert (taken == held) == (kind in ("MPO", "JPEG"))
+
+
 def test_rows_that_cannot_be_sent_are_named(tmp_path: Path) -> None:
     reader = endpoint_of("qwen3_vl").model.reader
     assert reader is not None
     with pytest.raises(MediaError, match=r"nowhere\.png cannot be read"):
         reader.as_sent({"images": ["/nowhere.png"], "raw_prompt": "a"})
+    Image.new("1", (6000, 6000)).save(tmp_path / "large.png")
+    with pytest.raises(MediaError, match=r"image 1 of the row: .*large\.png has 36000000 pixels, and at"):
+        reader.as_sent({"images": [PICTURES[0], str(tmp_path / "large.png")], "raw_prompt": "a"})
     with pytest.raises(MediaError, match="videos are not sent over HTTP"):
         reader.as_sent({"videos": [[PICTURES[0]]], "raw_prompt": "a"})
     text = {"raw_prompt": [{"role": "user", "content": "hi"}], "images": None}

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
+import itertools
 import random
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from PIL import Image
 
 from hybridflow.data import pictures
 from hybridflow.data.pictures import MediaError, picture_size, read_picture, read_video, thumbnail
-from picture_models import squares
+from picture_models import picture_host, squares
 
 RED = (255, 0, 0)
 BLUE = (0, 0, 255)
@@ -103,19 +105,41 @@ def test_a_picture_in_memory_stays_as_it_is() -> None:
     assert picture_size({"image": held}) == (50, 37) and read_picture(held).tobytes() == wanted
 
 
+HEAD = b"HTTP/1.1 200 OK\r\n"
+
+
 def test_an_address_is_fetched_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    moved = b"HTTP/1.1 302 Found\r\nLocation: /b.png\r\n\r\n"
+    gone = b"HTTP/1.1 404 Not Found\r\n\r\n"
+    with picture_host([moved], [HEAD, b"\r\n", png(RED)], [gone], [HEAD, b"\r\n", png(RED)]) as (url, asked):
+        assert read_picture(url, fetch=True).tobytes() == squares(RED).tobytes()
+        assert asked == ["GET /a.png HTTP/1.1", "GET /b.png HTTP/1.1"]
+        with pytest.raises(MediaError, match=r"a\.png cannot be fetched: .*404"):
+            read_picture(url, fetch=True)
+        monkeypatch.setattr(pictures, "MOST_BYTES", 10)
+        with pytest.raises(MediaError, match="more than 10 bytes"):
+            read_picture(url, fetch=True)
+    with pytest.raises(MediaError, match="cannot be fetched"):
+        read_picture(url, fetch=True)
 
-    def answer(address: str, timeout: float) -> io.BytesIO:
-        asked.append(address)
-        return io.BytesIO(png(RED))
 
-    monkeypatch.setattr(pictures.urllib.request, "urlopen", answer)
-    assert read_picture("http://a.example/b.png", fetch=True).size == (16, 16)
-    assert asked == ["http://a.example/b.png"]
-    monkeypatch.setattr(pictures, "MOST_BYTES", 10)
-    with pytest.raises(MediaError, match="more than 10 bytes"):
-        read_picture("http://a.example/b.png", fetch=True)
+@pytest.mark.parametrize("begun", [b"", HEAD + b"X-Slow: ", HEAD + b"\r\n"], ids=["status", "header", "body"])
+def test_a_host_that_sends_a_byte_now_and_then_is_left(begun: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "FETCH_SECONDS", 0.5)
+    drip = itertools.chain([begun], itertools.repeat(b"a"))
+    with (
+        picture_host(drip, pause=0.01) as (url, _),
+        pytest.raises(MediaError, match=r"was not whole after 0\.5 s"),
+    ):
+        read_picture(url, fetch=True)
+
+
+def test_an_event_loop_may_run_where_a_picture_is_fetched() -> None:
+    async def fetched() -> tuple[int, int]:
+        return picture_size(url, fetch=True)
+
+    with picture_host([HEAD + b"\r\n" + png(RED)]) as (url, _):
+        assert asyncio.run(fetched()) == (16, 16)
 
 
 def test_a_video_is_frames_or_a_file_with_several(tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import struct
+import threading
+import warnings
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,9 +20,9 @@ from serving import TOKEN, Served, serve_client, tiny_model
 from transformers import AutoTokenizer
 
 from hybridflow.config.data import BaseDataConfig
-from hybridflow.data import pictures
 from hybridflow.data.chat_template import ChatTemplate
-from hybridflow.data.media import MediaReader
+from hybridflow.data.media import MediaReader, MediaSource
+from hybridflow.data.pictures import MediaError, sent_file
 from hybridflow.models.policy import PolicyModel
 from hybridflow.protocol.prompt import Prompt
 from hybridflow.rollout.base import GenerationOutput, GenerationRequest, SamplingParams
@@ -32,7 +34,7 @@ from hybridflow.rollout.server.errors import ApiError
 from hybridflow.rollout.server.model import ServedModel
 from hybridflow.rollout.server.schema import ChatBody
 from hybridflow.rollout.server.service import ServerLimits
-from picture_models import picture_model, picture_policy, squares
+from picture_models import picture_host, picture_model, picture_policy, squares
 
 RED = squares((220, 30, 30), (30, 60, 220))
 BLUE = squares((30, 60, 220), (30, 160, 60))
@@ -69,9 +71,11 @@ def model_of(family: str, **keys: bool) -> ServedModel:
 
 
 @contextmanager
-def serving(family: str, policy: PolicyModel, **keys: bool) -> Iterator[Served]:
+def serving(
+    family: str, policy: PolicyModel, *, limits: ServerLimits = LIMITS, **keys: bool
+) -> Iterator[Served]:
     replica = EngineReplica(NativeEngine(policy, eos_token_ids=[3]), name="native-0")
-    with serve_client(LLMClient([replica]), model_of(family, **keys), LIMITS) as server:
+    with serve_client(LLMClient([replica]), model_of(family, **keys), limits) as server:
         yield server
 
 
@@ -194,6 +198,32 @@ def test_a_bad_picture_is_a_bad_request_and_ends_nothing(served: Served, name: s
     assert served.http.post(CHAT, json=good).status_code == 200
 
 
+def of_two_formats() -> bytes:
+    """A WEBP of 16 × 16 pixels that is also an IM, a format with a head of text, of 300 × 200."""
+    file = io.BytesIO()
+    Image.new("RGB", (16, 16), (220, 30, 30)).save(file, "WEBP", lossless=True)
+    image = file.getvalue()[8:]
+    size = 0x13A  # its first byte is the colon that ends the first name of an IM: "RIFF:"
+    text = b"\nImage size (x*y): 300*200\n\x1a".ljust(size - len(image) - 8, b"\0")
+    return b"RIFF" + struct.pack("<I", size) + image + b"text" + struct.pack("<I", len(text)) + text
+
+
+def test_what_is_counted_is_what_is_decoded(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert Image.open(io.BytesIO(of_two_formats())).size == (300, 200), "left alone, Pillow takes the IM"
+    file, pixels = sent_file(url(of_two_formats()), fetch=False, seconds=0)
+    reader = served.service.model.reader
+    assert pixels == 16 * 16 and reader is not None
+    counted, decoded = (reader.read(reader.of_files([file]), whole=whole) for whole in (False, True))
+    small = reader.read([MediaSource("image", Image.new("RGB", (16, 16), (220, 30, 30)))])
+    assert counted[0].token_ids == decoded[0].token_ids == small[0].token_ids
+    assert served.http.post(CHAT, json={"messages": asked(shown(url(file)))}).status_code == 200
+    monkeypatch.setattr(Image.Image, "convert", lambda self, mode: Image.new(mode, (40, 40)))
+    with pytest.raises(MediaError, match=r"has \(40, 40\) pixels, and its head says \(16, 16\)"):
+        reader.read(reader.of_files([file_of(RED)]))
+
+
 def test_places_and_limits_of_a_request(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     def told(body: dict[str, Any], status: int = 400, path: str = CHAT) -> str:
         answer = served.http.post(path, json=body)
@@ -233,22 +263,36 @@ def test_open_requests_hold_pictures_up_to_a_limit(served: Served) -> None:
 
 
 def test_addresses_are_fetched_where_that_is_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked_for = []
-
-    def answer(address: str, timeout: float) -> Any:
-        asked_for.append(address)
-        return io.BytesIO(file_of(RED))  # it has `read1`, and closes, as an open answer
-
-    monkeypatch.setattr(pictures.urllib.request, "urlopen", answer)
-    body = {"messages": asked(shown("http://a.example/b.png")), "temperature": 0, "max_tokens": 4}
-    with serving("qwen3_vl", picture_policy(), fetch_media=True) as server:
+    with (
+        picture_host([b"HTTP/1.1 200 OK\r\n\r\n", file_of(RED)]) as (address, asked_for),
+        serving("qwen3_vl", picture_policy(), fetch_media=True) as server,
+    ):
+        body = {"messages": asked(shown(address)), "temperature": 0, "max_tokens": 4}
         fetched = server.http.post(CHAT, json=body).json()
         sent = server.http.post(CHAT, json={**body, "messages": asked(shown(url(RED)))}).json()
         assert fetched["choices"][0]["message"] == sent["choices"][0]["message"]
-        monkeypatch.setattr(pictures, "FETCH_SECONDS", -1.0)
+        assert asked_for == ["GET /a.png HTTP/1.1"]
+        monkeypatch.setattr(prompts, "FETCH_SECONDS", 0.0)
         slow = server.http.post(CHAT, json=body)
         assert slow.status_code == 400 and "was not whole after" in slow.text
-    assert asked_for == ["http://a.example/b.png"] * 2
+
+
+def test_a_request_whose_pictures_take_too_long_has_its_own_deadline() -> None:
+    answered = threading.Event()
+
+    def answer() -> Iterator[bytes]:
+        yield b"HTTP/1.1 200 OK\r\nX-Slow: "
+        answered.wait(600)
+
+    limits = replace(LIMITS, deadline_s=0.5)
+    with (
+        picture_host(answer()) as (address, _),
+        serving("qwen3_vl", picture_policy(), limits=limits, fetch_media=True) as server,
+    ):
+        late = server.http.post(CHAT, json={"messages": asked(shown(address))})
+        answered.set()
+        assert late.status_code == 504 and "was not read within 0.5 s" in late.text
+        assert server.service.readers.num_open == 0
 
 
 def test_the_command_reads_pictures_where_its_model_does() -> None:

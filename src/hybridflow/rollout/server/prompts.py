@@ -249,7 +249,8 @@ class SentPictures:
             raise refuse(param, f"a request has at most {MAX_PICTURES} pictures: send fewer")
         self._check()
         try:
-            file, pixels = sent_file(url, fetch=reader.config.fetch_media)
+            left = self._ends - time.monotonic()
+            file, pixels = sent_file(url, fetch=reader.config.fetch_media, seconds=left)
         except MediaError as error:
             raise refuse(param, str(error)) from error
         self._pixels += pixels
@@ -259,12 +260,11 @@ class SentPictures:
                 f"the pictures up to this one have {self._pixels} pixels, and those of a request at most "
                 f"{MOST_PIXELS}: send fewer, or smaller ones",
             )
-        if time.monotonic() > self._ends or sum(map(len, self.files)) + len(file) > MOST_BYTES:
-            raise refuse(
-                param,
-                f"the pictures up to this one were not fetched within {FETCH_SECONDS:g} s, or have more than "
-                f"{MOST_BYTES} bytes: send fewer, or smaller ones",
+        if sum(map(len, self.files)) + len(file) > MOST_BYTES:
+            told = (
+                f"the pictures up to this one have more than {MOST_BYTES} bytes: send fewer, or smaller ones"
             )
+            raise refuse(param, told)
         self.files.append(file)
         self.digests.append(hashlib.sha256(file).hexdigest())
         return {"type": "image"}
@@ -378,14 +378,16 @@ class _Task(Generic[T]):
 
 class JobReaders:
     """The three queues and their threads; `run` is called in an event loop. `max_queue`: requests that may
-    wait to be read; more are answered with 429. `check_open` raises where nothing more is to be read.
+    wait to be read; more are answered with 429. `check_open` raises where nothing more is to be read. A
+    request that is not read in `deadline_s` seconds is answered with 504; None: no limit.
     """
 
-    def __init__(self, max_queue: int, check_open: Check) -> None:
+    def __init__(self, max_queue: int, check_open: Check, deadline_s: float | None) -> None:
         self.num_open = 0
         """Requests that are read or wait for it."""
         self._max_queue = max_queue
         self._check_open = check_open
+        self._deadline_s = deadline_s
         self._short = self._queue("short")
         self._long = self._queue("long")
         self._pictures = self._queue("picture")
@@ -394,8 +396,8 @@ class JobReaders:
         """Return what `make` makes of a request of `num_bytes`, perhaps with `pictures`, or raise what it
         raises.
 
-        Who stops waiting (cancellation) takes the request out of the queue, or has `make` stop at its next
-        check. ApiError 429 where too many requests wait.
+        Who stops waiting (cancellation, or the deadline: ApiError 504) takes the request out of the queue, or
+        has `make` stop at its next check. ApiError 429 where too many requests wait.
         """
         if self.num_open >= self._max_queue:
             raise ApiError(
@@ -412,7 +414,10 @@ class JobReaders:
         self.num_open += 1
         try:
             tasks.put(task)
-            return await asyncio.wrap_future(task.answer)
+            return await asyncio.wait_for(asyncio.wrap_future(task.answer), self._deadline_s)
+        except TimeoutError as error:
+            told = f"the request was not read within {self._deadline_s} s (--request-timeout of a server)"
+            raise ApiError(504, told, code="deadline_passed") from error
         finally:
             task.abandoned = True
             self.num_open -= 1

@@ -63,7 +63,7 @@ class Service:
         self.model = model
         self.limits = limits
         self.metrics = ServerCounts(model.name)
-        self.readers = JobReaders(limits.max_queue, self.check_open)
+        self.readers = JobReaders(limits.max_queue, self.check_open, limits.deadline_s)
         self.draining = False
         """Whether the server is ending: running requests go on, and new ones are refused."""
         self.open_choices = 0

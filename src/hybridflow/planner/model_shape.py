@@ -442,6 +442,6 @@ def adapter_rank(model: ModelConfig) -> int:
     file = Path(model.lora_adapter_path).expanduser() / "adapter_config.json"
     try:
         config = json.loads(file.read_text(encoding="utf-8"))
-        return max(config["r"], *(config.get("rank_pattern") or {}).values(), 0)
+        return int(max(config["r"], *(config.get("rank_pattern") or {}).values(), 0))
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise ModelError(f"{file}: the rank of the adapters cannot be read ({error!r})") from error

@@ -74,7 +74,8 @@ def picture_size(
 ) -> tuple[int, int]:
     """Return width and height of a picture in pixels, where it can be read; MediaError as `read_picture`.
 
-    Nothing is decoded of a PNG, whose checksums say that it is whole, and a JPEG at an eighth of its size.
+    Nothing is decoded of a PNG, whose checksums say that it is whole, a JPEG at an eighth of its size, and
+    any other file, such as WEBP and GIF, in full.
     """
     held = _unwrapped(value)
     if isinstance(held, Image.Image):

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import base64
 import io
+import json
 import struct
 import threading
 import warnings
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -32,6 +33,7 @@ from hybridflow.rollout.server import prompts
 from hybridflow.rollout.server.build import ServeSettings, build_service
 from hybridflow.rollout.server.errors import ApiError
 from hybridflow.rollout.server.model import ServedModel
+from hybridflow.rollout.server.prompts import JobReaders
 from hybridflow.rollout.server.schema import ChatBody
 from hybridflow.rollout.server.service import ServerLimits
 from picture_models import picture_host, picture_model, picture_policy, squares
@@ -242,6 +244,37 @@ def test_places_and_limits_of_a_request(served: Served, monkeypatch: pytest.Monk
     monkeypatch.setattr(prompts, "MAX_PICTURES", 2)
     monkeypatch.setattr(prompts, "MOST_PIXELS", 300)
     assert "up to this one have 512 pixels, and those of a request at most 300" in told(two)
+
+
+def test_texts_about_pictures_do_not_wait_behind_pictures(
+    served: Served, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    readers = served.service.readers
+    found = []
+
+    async def run(make: Any, num_bytes: int, *, pictures: bool) -> Any:
+        found.append(pictures)
+        return await JobReaders.run(readers, make, num_bytes, pictures=pictures)
+
+    monkeypatch.setattr(readers, "run", run)
+
+    def queued(path: str, body: dict[str, Any], encode: Callable[[str], bytes] = str.encode) -> bool:
+        content = encode(json.dumps({"model": "tiny", **body}))
+        headers = {"x-api-key": TOKEN, "content-type": "application/json"}
+        answer = httpx.post(f"{served.url}{path}", content=content, headers=headers, timeout=600)
+        assert answer.status_code == 200, answer.text
+        return found.pop()
+
+    most = {"max_tokens": 1}
+    for text in ("which image formats are there?", 'the "image_url" of an "image"', "caf\u00e9"):
+        assert not queued(CHAT, {**most, "messages": asked(text)}), text
+    chat = {**most, "messages": asked(shown(url(RED)))}
+    assert queued(CHAT, chat)
+    assert queued(CHAT, chat, lambda text: text.replace("image_url", "im\\u0061ge_url").encode())
+    assert queued(CHAT, chat, lambda text: text.encode("utf-16"))
+    assert queued("/v1/responses", {"input": asked({"type": "input_image", "image_url": url(RED)})})
+    source = {"type": "base64", "media_type": "image/png", "data": url(RED).partition(",")[2]}
+    assert queued("/v1/messages", {**most, "messages": asked({"type": "image", "source": source})})
 
 
 def test_open_requests_hold_pictures_up_to_a_limit(served: Served) -> None:

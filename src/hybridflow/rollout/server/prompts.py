@@ -55,8 +55,10 @@ MAX_PICTURES = 1024
 """Pictures of one request."""
 MOST_PIXELS = 8 * MOST_SENT_PIXELS
 """Pixels of all pictures of one request."""
-PICTURE_WORDS = re.compile(rb"image|\\u00")
-"""What every body with a picture has: the type of its part, or that with letters as numbers."""
+PICTURE_WORDS = re.compile(rb'"(image_url|input_image|image)"|\\u00[5-7]|\0')
+"""What every body with a picture has: the type of its part, that with letters as numbers, or (UTF-16) a zero.
+Quotes in a text do not count: in JSON a backslash stands before them.
+"""
 
 LONG_BODY = 64 * 2**10
 """Bytes at which a request counts as long."""
@@ -280,7 +282,8 @@ def picture_prompt(
     """Return a prompt that goes on behind `before`, with pictures in the places that its ids have for them.
 
     ApiError 400 where places and pictures are not as many, where a picture cannot be read, and where all is
-    too long for the model's context, before any picture is decoded.
+    too long for the model's context, before a tensor is made of any picture: `picture_size` says what is
+    decoded for that.
     """
     ids = list(token_ids)
     media: tuple[Medium, ...] = ()

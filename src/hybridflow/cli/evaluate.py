@@ -146,7 +146,9 @@ def _subject(options: argparse.Namespace, stack: ExitStack) -> tuple[Any, list[s
         if (folder / "config.yaml").is_file() and not (folder / "config.json").is_file():
             raise ConfigError(f"{folder} is the folder of a run without a checkpoint: set trainer.save_freq")
         words = [f"{model}.path='{options.model}'"]
-        if options.recipe is not None:  # of a run, whose new adapters are none here; its nf4 is refused then
+        if options.recipe is not None:
+            # the recipe may be a run's, with adapters that this model has not; a run's nf4, which would round
+            # the model once more, is then refused
             words.append(f"{model}.lora_rank=0")
         return Subject.of(options.model), words, options.recipe
     recipe = options.recipe

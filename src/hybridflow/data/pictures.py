@@ -322,7 +322,7 @@ def _fetched(address: str, seconds: float) -> bytes:
     except MediaError:
         raise
     except TimeoutError as error:
-        raise MediaError(f"{address[:200]} was not whole after {FETCH_SECONDS:g} s") from error
+        raise MediaError(f"{address[:200]} was not whole after {seconds:.3g} s") from error
     except (OSError, ValueError, httpx.HTTPError, httpx.InvalidURL) as error:
         raise MediaError(f"{address[:200]} cannot be fetched: {error}") from error
 

@@ -7,8 +7,9 @@ BatchSource ──next(step)──► rows ──► step ──► metrics ─�
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
@@ -23,6 +24,8 @@ from hybridflow.stop_token import stop_token
 from hybridflow.trainer.source import BatchSource, TrainBatch
 from hybridflow.trainer.state import RunState
 from hybridflow.trainer.stopping import Expiry
+
+logger = logging.getLogger(__name__)
 
 AfterStep = Callable[[int, dict[str, float]], bool]
 """Called with the step just done and the metrics logged for it; True ends the run there."""
@@ -244,10 +247,18 @@ class Trainer(Generic[Source, Step]):
         if due and self.validator is not None:
             self._validate(self.validator, self.state.step)
 
+    @contextmanager
+    def _failure_told(self) -> Iterator[None]:
+        """Log an error of a validation beside training in a run that ends for another reason."""
+        try:
+            yield
+        except HybridFlowError as error:
+            logger.error("the last validation beside training has failed: %s", error)
+
     def _validate_at_callback(self) -> None:
         """Validate beside training what a run that waits for it has validated when a callback ends it."""
         try:
-            with suppress(HybridFlowError):  # an error of the validation is not why the run ends
+            with self._failure_told():
                 self._begin_validation()
                 self._wait_for_validation()
         except Stopped as again:  # by a signal, or by a callback that hears of the validation
@@ -291,7 +302,7 @@ class Trainer(Generic[Source, Step]):
                         self._validate_at_callback()
                     if self._has_unsaved_steps():
                         self._save(self.state.step)
-                    with suppress(HybridFlowError):  # an error of the validation is not why the run ends
+                    with self._failure_told():
                         self._log_finished_validation()
                 except Stopped as again:  # by a tracker that the save was reported to
                     if again.at_once:

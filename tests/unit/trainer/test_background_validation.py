@@ -549,3 +549,21 @@ def test_the_seconds_beside_training_are_no_part_of_the_step(model: Path, tmp_pa
     lines = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert lines[2]["timing_s/testing_in_background"] > 0 and lines[2]["timing_s/testing"] >= 0
     assert "timing_s/val_gen" not in lines[2] and "timing_s/val_gen" not in lines[3]
+
+
+def test_a_last_validation_that_fails_is_told_and_the_callback_still_ends_the_run(
+    model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Ends:
+        def on_step_end(self, step: int, metrics: dict[str, float]) -> bool:
+            return step == 2
+
+    def fail() -> None:
+        raise RewardError("no such answer")
+
+    with pytest.raises(Stopped), beside(model, tmp_path / "run") as scene:
+        scene.before_validation[2] = fail
+        scene.trainer.trackers.trackers.append(CallbackTracker([Ends()], tmp_path / "run"))
+        scene.trainer.fit()
+    assert "the last validation beside training has failed: no such answer" in caplog.text
+    assert newest_checkpoint(tmp_path / "run") == tmp_path / "run" / "global_step_2"

@@ -333,6 +333,9 @@ TRIALS: Mapping[str, list[Trial]] = {
     ],
     f"{PROCESS}.enable": [Trial((True,))],
     f"{PROCESS}.ppo_mini_batch_size": [Trial((4,))],
+    f"{PROCESS}.model.quantization": [
+        Trial(("nf4",), {**ADAPTERS, f"{PROCESS}.model.path": "{folder}/teacher"})  # the actor's has one rounding
+    ],
     f"{JUDGE}.enable": [Trial((True,), TASK_REWARD, {".model.path": "{folder}/judge"})],
     f"{JUDGE}.kind": [
         Trial(("token_score",), {}, {f"{JUDGE}.model.path": "{folder}/steps", f"{JUDGE}.step_separator": "N"})

@@ -18,11 +18,13 @@ from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.rollout.remote.model import ModelFacts
 from hybridflow.rollout.sglang.engine import SGLangEngine, build_sglang_engine
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+HERE = importlib.util.find_spec("sglang") is not None
+if HERE:  # pytest reads this file among all others too, and what it set would be theirs
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if importlib.util.find_spec("sglang") is None:
+    if not HERE:
         for item in items:
             if Path(__file__).parent in item.path.parents:
                 item.add_marker(pytest.mark.skip(reason="sglang is not installed here: make test-sglang"))

@@ -31,6 +31,10 @@ Tokenizer = PreTrainedTokenizerBase
 
 PROCESSOR_FILES = ("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json")
 """Files of a model that reads pictures, by which they become tensors."""
+OF_THE_PROCESS = ("is_local", "local_files_only")
+"""What the library notes of how a process found the files, and would write with them: with HF_HUB_OFFLINE=1
+the same checkpoint had other bytes.
+"""
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokenizer:
@@ -63,6 +67,8 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> Tokeniz
 
 def save_tokenizer(tokenizer: Tokenizer, folder: str | Path) -> None:
     """Write a tokenizer into a folder, with the files beside it by which pictures and videos are read."""
+    for name in OF_THE_PROCESS:
+        tokenizer.init_kwargs.pop(name, None)
     tokenizer.save_pretrained(folder)
     if not tokenizer.name_or_path:
         return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hybridflow.config.data import DataConfig
 from hybridflow.data.files import load_rows
 from hybridflow.data.prompts import PromptDataset
 from hybridflow.data.row_schema import complete_row
-from hybridflow.data.tokenizer import encode_prompt, load_tokenizer
+from hybridflow.data.tokenizer import encode_prompt, load_tokenizer, save_tokenizer
 from hybridflow.errors import DataError, ModelError
 
 
@@ -192,6 +193,16 @@ def test_no_chat_template_names_the_remedy(characters_without_template: PreTrain
 
 def test_load_tokenizer(tokenizer_folder: Path, characters: PreTrainedTokenizerFast) -> None:
     assert load_tokenizer(tokenizer_folder)("3 + 4").input_ids == characters("3 + 4").input_ids
+
+
+@pytest.mark.parametrize("offline", [False, True])
+def test_a_saved_tokenizer_has_nothing_of_the_process_that_loaded_it(
+    tokenizer_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, offline: bool
+) -> None:
+    monkeypatch.setattr("transformers.tokenization_utils_base.is_offline_mode", lambda: offline)
+    save_tokenizer(load_tokenizer(tokenizer_folder), tmp_path)
+    saved = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    assert "local_files_only" not in saved and "is_local" not in saved and saved["pad_token"]
 
 
 def test_load_tokenizer_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

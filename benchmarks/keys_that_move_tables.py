@@ -334,7 +334,8 @@ TRIALS: Mapping[str, list[Trial]] = {
     f"{PROCESS}.enable": [Trial((True,))],
     f"{PROCESS}.ppo_mini_batch_size": [Trial((4,))],
     f"{PROCESS}.model.quantization": [
-        Trial(("nf4",), {**ADAPTERS, f"{PROCESS}.model.path": "{folder}/teacher"})  # the actor's has one rounding
+        # one folder, the actor's, has one rounding for both
+        Trial(("nf4",), {**ADAPTERS, f"{PROCESS}.model.path": "{folder}/teacher"}),
     ],
     f"{JUDGE}.enable": [Trial((True,), TASK_REWARD, {".model.path": "{folder}/judge"})],
     f"{JUDGE}.kind": [

@@ -35,6 +35,10 @@ MIN_QUERIES = 8
 """Rows of the products inside attention that suffice everywhere; many machines need half of them."""
 KEY_BLOCK = 128
 """Keys whose values are added up in one product; libraries cut longer sums at places that they choose."""
+VALUE_STEP = 16
+"""Multiple of the length of values in their sum: where rows of a result begin at odd places in memory, as with
+values of 10 numbers, a row's bits depend on which row it is (AMD, AVX2).
+"""
 THRIFTY_KEYS = 32
 TRIED_ROWS = (1, 32, 64, 128, 192, 320)
 """Numbers of rows that `uneven_layer` tries, before padding; libraries cut sums in other ways below 300."""
@@ -162,8 +166,11 @@ class ExactMode:
         ).flatten(2, 3)
         if missing:
             weights = pad(weights, (0, 0, 0, missing))
-        out = _weighted_sum(weights, value)
-        return out[:, :, : out.shape[2] - missing].reshape(batch, heads, queries, value.shape[-1])
+        width = value.shape[-1]
+        if width % VALUE_STEP:
+            value = pad(value, (0, -width % VALUE_STEP))
+        out = _weighted_sum(weights, value)[..., :width]
+        return out[:, :, : out.shape[2] - missing].reshape(batch, heads, queries, width)
 
     def _weights(self, raw: Tensor, allowed: Tensor, keys: int, how: Scores) -> Tensor:
         """Return the softmax of raw scores [B, KV, H/KV, Q, K] over the allowed keys."""

@@ -85,6 +85,7 @@ def test_a_critic_that_begins_from_a_critic_reads_its_head(tmp_path: Path) -> No
     AutoModelForTokenClassification.from_config(config).save_pretrained(tmp_path / "critic")
     ours, theirs = load(tmp_path / "critic", "value"), build_score("value", tmp_path / "critic", device="cpu")
     assert same(ours, theirs) and bool(theirs.head.weight.any())
+    assert theirs.head.weight.data_ptr() % 16 == 0, "its bits depend on the place otherwise, on AMD"
     packed = packed_rows(tiny_rows())
     assert torch.equal(ours(packed), theirs(packed))
 

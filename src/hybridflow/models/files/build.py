@@ -388,6 +388,9 @@ def _with_head(hf: Any, missing: set[str], unexpected: set[str], path: str | Pat
     hf._weight_conversions = None  # it is exported by its own names, not by those of this folder
     hf.new_head = f"{head_name(hf)}.weight" in missing
     if not hf.new_head:
+        for parameter in head.parameters():
+            # parameters lie where the file has them, and the bits of a sum for one output depend on the place
+            parameter.data = parameter.data.clone()
         return missing
     for parameter in head.parameters():
         nn.init.zeros_(parameter)

@@ -18,22 +18,14 @@ from tiny_run import Inputs, metrics_of, small_run
 from hybridflow.controller.ray.backend import RayBackend
 from hybridflow.trainer.main_ppo import main
 from hybridflow.trainer.ppo.validation import Validator
+from validation_keys import SAMPLED_VALIDATIONS
 
 STEPS = 6
-KEYS = (
-    "algorithm.adv_estimator=grpo",
-    "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
-    "actor_rollout_ref.rollout.val_kwargs.temperature=0.8",
-    "actor_rollout_ref.rollout.val_kwargs.n=2",
-    "trainer.val_before_train=true",
-    "trainer.test_freq=2",
-    "trainer.save_freq=2",
-)
 BESIDE = ("trainer.val_in_background=true", "reward.num_workers=1", "ray_kwargs.ray_init.num_cpus=4")
 
 
 def command(inputs: Inputs, out: Path, *more: str) -> list[str]:
-    return small_run(inputs, out, f"data.val_files={inputs.val}", *KEYS, *more, steps=STEPS)
+    return small_run(inputs, out, f"data.val_files={inputs.val}", *SAMPLED_VALIDATIONS, *more, steps=STEPS)
 
 
 @pytest.fixture(scope="module")

@@ -44,6 +44,7 @@ class DatagenConfig:
         needs("trainer.schedule=sync", "rows that are read ahead would depend on when a step ends"),
         excludes("data.custom_cls.path", "it is the built-in data set that grows"),
         excludes("algorithm.adv_estimator=spin", "its rows are the data's own answers"),
+        excludes("distillation.lmbda<1", "some of its rows are the data's own answers"),
     )
     name: str | None = key(None, "Name of that class; `path` may also be path.py:name.")
     options: dict[str, Any] = key({}, "Values for that class, which it is given as config.options.")

@@ -59,16 +59,20 @@ class PromptData:
     @property
     def data_sources(self) -> set[str] | None:
         """Data sources of the training rows; None where the dataset is not the built-in one."""
-        if self.train_loader is None or not isinstance(self.train_loader.dataset, PromptDataset):
-            return None
-        return self.train_loader.dataset.data_sources
+        dataset = self._train
+        return dataset.data_sources if isinstance(dataset, PromptDataset) else None
 
     @property
     def has_media(self) -> bool:
         """Whether a row of a built-in dataset has pictures or videos."""
-        loader = self.train_loader
-        datasets = [self.val_dataset, loader.dataset if loader is not None else None]
+        datasets = [self.val_dataset, self._train]
         return any(dataset.has_media for dataset in datasets if isinstance(dataset, PromptDataset))
+
+    @property
+    def _train(self) -> MapDataset[PromptRow] | None:
+        """The training prompts, without the answers of the data that may go with them."""
+        dataset = self.train_loader.dataset if self.train_loader is not None else None
+        return dataset.dataset if isinstance(dataset, DemonstratedPrompts) else dataset
 
     @property
     def reads_batches(self) -> bool:
@@ -121,6 +125,11 @@ def build_prompt_data(
     loader = None
     if train is not None:
         if demonstrations:
+            if isinstance(train, GrowingPrompts):
+                raise ConfigError(
+                    f"data.datagen.path={config.datagen.path} makes prompts without answers, and this run "
+                    "learns from the data's own: leave data.datagen out"
+                )
             train = DemonstratedPrompts(train, tokenizer, config)
         sampler = _sampler(config.sampler, train, config.shuffle, seed)
         key = "train_batch_size"
@@ -377,6 +386,8 @@ def encode_demonstration(tokenizer: Tokenizer, prompt: PromptRow, config: DataCo
                 )
             if isinstance(asked, (list, tuple)) and messages[:-1] != check_messages(asked):
                 raise ValueError("the messages before the answer are not the prompt of the row")
+        if not any(value for name, value in messages[-1].items() if name != "role"):
+            raise ValueError("the answer is empty")  # else its end token alone would be learned
         template = ChatTemplate(tokenizer, config.apply_chat_template_kwargs)
         ids, mask = encode_conversation(template, messages)
     start, end = last_answer(mask)

@@ -26,6 +26,7 @@ from hybridflow.errors import CheckpointError
 from hybridflow.models.adapters.adapter_folder import (
     CONFIG,
     QUANTIZATION,
+    base_quantization,
     read_adapter_config,
     write_adapter_weights,
 )
@@ -73,7 +74,7 @@ class Source:
             logger.warning("%s has no %s beside it: its files cannot be verified", folder, MANIFEST)
         base = Path(began_from) if began_from else None
         source = cls(folder, read_tensors(folder, MODEL), base, trust_remote_code)
-        if source.is_value and (folder / HF_FOLDER).is_dir():
+        if source.is_value and folder.resolve().name == ACTOR:  # a critic stands beside its actor
             raise CheckpointError(
                 f"{folder} holds a reward model, which is not merged: its run has saved the classifier as "
                 f"{folder / HF_FOLDER}, if checkpoint.save_contents has hf_model"
@@ -105,8 +106,7 @@ class Source:
     @property
     def quantization(self) -> str | None:
         """How the run held the base of its adapters: nf4, or None: as it is."""
-        held: str | None = read_adapter_config(self.hf_folder / ADAPTER_FOLDER).get(QUANTIZATION)
-        return held
+        return base_quantization(self.hf_folder / ADAPTER_FOLDER)
 
     @property
     def dtype(self) -> str:

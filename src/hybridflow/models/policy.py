@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers import AttentionInterface
 
-from hybridflow.distributed.shards import Box, bit_sum
 from hybridflow.errors import ModelError
 from hybridflow.models.attention.layouts import ATTENTION_NAME, Layout, PackedLayout, attention
 from hybridflow.models.attention.rope import check_lengths, rotate_rows_alone
@@ -153,13 +152,6 @@ class PolicyModel(nn.Module):
     def num_parameters(self) -> int:
         """Parameters, tied ones counted once."""
         return sum(p.numel() for p in self.parameters())
-
-    def weight_sums(self) -> dict[str, int]:
-        """Return a checksum of each weight's bits, by name."""
-        return {
-            name: int(bit_sum(weight.detach(), Box.whole(weight.shape)))
-            for name, weight in self.named_parameters()
-        }
 
     def file_name(self, name: str) -> str:
         """Return the name that a parameter of this module has in files."""

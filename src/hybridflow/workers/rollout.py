@@ -23,6 +23,7 @@ from typing import Literal, TypeAlias
 from hybridflow.controller import Dispatch, Worker, register
 from hybridflow.distributed.device import used_accelerator
 from hybridflow.distributed.process_group import ReplicaRanks
+from hybridflow.distributed.shards import Box, bit_sum
 from hybridflow.errors import HybridFlowError, RolloutError
 from hybridflow.models.exact_mode import ExactMode
 from hybridflow.models.policy import PolicyModel
@@ -320,8 +321,11 @@ class RolloutWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def weight_sums(self) -> dict[str, int]:
-        """Return checksums of the weights that this rank generates with."""
-        return self._policy.weight_sums()
+        """Return a checksum of each of the weights that this rank generates with, by name."""
+        return {
+            name: int(bit_sum(weight.detach(), Box.whole(weight.shape)))
+            for name, weight in self._policy.named_parameters()
+        }
 
     @register(dispatch_mode=Dispatch.ALL_TO_LIST)
     def set_exact(self, mode: ExactMode | None) -> None:

@@ -55,6 +55,9 @@ def test_an_answer_to_a_templated_prompt(characters_without_template: PreTrained
         (ASKED, ASKED, "role user, wanted an answer of the assistant"),
         (TOLD, [{"role": "user", "content": "3 + 3?"}], "are not the prompt of the row"),
         ("", "2 + 2", "empty"),
+        ("", ASKED, "the answer is empty"),
+        ([*ASKED, {"role": "assistant", "content": ""}], ASKED, "the answer is empty"),
+        ([*TOLD, ASKED[0], {"role": "assistant", "content": ""}], [*TOLD, ASKED[0]], "the answer is empty"),
         (7, ASKED, "int, wanted a list of messages"),
     ],
 )
@@ -66,7 +69,7 @@ def test_what_is_no_answer(characters: PreTrainedTokenizerFast, value: Any, prom
 def test_rows_without_a_usable_answer_are_left_out_and_counted(
     characters: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
 ) -> None:
-    rows = [{"prompt": ASKED, "gold": text} for text in ("first", None, "much too long", "last")]
+    rows = [{"prompt": ASKED, "gold": text} for text in ("first", None, "much too long", "last", "")]
     config = DataConfig(demonstration_key="gold", max_response_length=8)
     data = DemonstratedPrompts(PromptDataset(rows, characters, config), characters, config)
     assert [characters.decode(data[i].demonstration_token_ids) for i in range(len(data))] == [
@@ -74,8 +77,9 @@ def test_rows_without_a_usable_answer_are_left_out_and_counted(
         "last<|im_end|>",
     ]
     assert [data[i].index for i in range(len(data))] == [0, 3]
-    assert "2 of 4 rows" in caplog.text and "14 tokens, more than data.max_response_length=8" in caplog.text
-    with pytest.raises(DataError, match=r"4 of 4 rows .*data\.demonstration_key=messages.* cannot be used"):
+    assert "3 of 5 rows" in caplog.text and "row 4: ValueError: the answer is empty" in caplog.text
+    assert "14 tokens, more than data.max_response_length=8" in caplog.text
+    with pytest.raises(DataError, match=r"5 of 5 rows .*data\.demonstration_key=messages.* cannot be used"):
         DemonstratedPrompts(PromptDataset(rows, characters, DataConfig()), characters, DataConfig())
 
 
@@ -85,6 +89,7 @@ def test_the_loader_brings_the_answers_of_a_task(characters: PreTrainedTokenizer
     )
     data = build_prompt_data(config, characters, 0, dynamic_sampling=True, demonstrations=True)
     assert data.train_loader is not None and data.val_dataset is not None
+    assert data.data_sources == {"arithmetic_chain"}, "also where the answers are beside the prompts"
     batch = next(iter(data.train_loader))
     assert len(batch) == 3, "as many as dynamic sampling asks for"
     assert len(next(iter(build_prompt_data(config, characters, 0).train_loader))) == 4  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import gguf
@@ -129,6 +130,14 @@ def test_the_folder_has_the_weights_of_the_file(
     assert tokenizer.decode(tokenizer.encode(text)) == text
     assert tokenizer.eos_token == "<|im_end|>"
     assert tokenizer.chat_template == TEMPLATE
+
+
+def test_the_folder_has_nothing_of_the_process_that_wrote_it(
+    written: tuple[Path, dict[str, np.ndarray]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(written[0].parent)
+    saved = json.loads((import_gguf("tiny.gguf", tmp_path / "model") / "tokenizer_config.json").read_text())
+    assert "is_local" not in saved and "local_files_only" not in saved
 
 
 def test_the_command_writes_a_dtype(written: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import threading
 import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -326,6 +327,30 @@ def test_a_request_whose_pictures_take_too_long_has_its_own_deadline() -> None:
         answered.set()
         assert late.status_code == 504 and "was not read within 0.5 s" in late.text
         assert server.service.readers.num_open == 0
+
+
+def test_a_slow_host_does_not_hold_up_the_pictures_of_others() -> None:
+    begun = threading.Event()
+    answered = threading.Event()
+
+    def answer() -> Iterator[bytes]:
+        begun.set()
+        yield b"HTTP/1.1 200 OK\r\nX-Slow: "
+        answered.wait(600)
+
+    with (
+        picture_host(answer()) as (address, _),
+        serving("qwen3_vl", picture_policy(), fetch_media=True) as server,
+        ThreadPoolExecutor(1) as thread,
+    ):
+        slow = thread.submit(server.http.post, CHAT, json={"messages": asked(shown(address))})
+        try:
+            assert begun.wait(600)
+            body = {"messages": asked(shown(url(RED))), "max_tokens": 1}
+            assert server.http.post(CHAT, json=body).status_code == 200 and not slow.done()
+        finally:
+            answered.set()
+        assert slow.result().status_code == 400
 
 
 def test_the_command_reads_pictures_where_its_model_does() -> None:

@@ -37,18 +37,13 @@ from hybridflow.trainer.roles.role_builders import facts_of
 from hybridflow.trainer.roles.roles import factories
 from hybridflow.trainer.stopping import Expiry, newest_checkpoint
 from hybridflow.workers import RolloutGroup, RolloutWorker
+from validation_keys import SAMPLED_VALIDATIONS
 
 PATIENCE = 300.0
 """Seconds after which what never comes is an error; nothing is measured by the clock."""
 KEYS = (
-    "algorithm.adv_estimator=grpo",
+    *SAMPLED_VALIDATIONS,
     "actor_rollout_ref.rollout.exact=false",
-    "actor_rollout_ref.rollout.val_kwargs.do_sample=true",
-    "actor_rollout_ref.rollout.val_kwargs.temperature=0.8",
-    "actor_rollout_ref.rollout.val_kwargs.n=2",
-    "trainer.val_before_train=true",
-    "trainer.test_freq=2",
-    "trainer.save_freq=2",
     "trainer.total_training_steps=5",
 )
 VALIDATED = [0, 2, 4, 5]
@@ -255,31 +250,28 @@ def spoil(scene: Scene, number: int, times: int = 1) -> None:
     scene.before_validation[number] = fail
 
 
-def test_a_lost_replica_is_started_again_and_the_validation_repeated(
+@pytest.mark.parametrize(
+    ("failures", "missing", "told"),
+    [
+        (2, (), "validation of step 2, try 2 of 3, has failed"),
+        (3, (2,), "the validation of step 2 is given up"),
+    ],
+)
+def test_a_lost_replica_is_started_again_and_the_validation_repeated_until_it_is_given_up(
     model: Path,
     tmp_path: Path,
     ordinary: tuple[Path, dict[str, torch.Tensor]],
     caplog: pytest.LogCaptureFixture,
+    failures: int,
+    missing: tuple[int, ...],
+    told: str,
 ) -> None:
     with beside(model, tmp_path / "run") as scene:
-        spoil(scene, 2, times=2)
+        spoil(scene, 2, times=failures)
         scene.trainer.fit()
-    assert_same(tmp_path / "run", ordinary[0])
-    assert scene.validated().count("validation 2 begins") == 3 and len(scene.groups) == 3
-    assert "validation of step 2, try 2 of 3, has failed" in caplog.text and "on fire" in caplog.text
-
-
-def test_a_validation_that_fails_each_time_is_given_up_and_the_run_goes_on(
-    model: Path,
-    tmp_path: Path,
-    ordinary: tuple[Path, dict[str, torch.Tensor]],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    with beside(model, tmp_path / "run") as scene:
-        spoil(scene, 2, times=3)
-        scene.trainer.fit()
-    assert_same(tmp_path / "run", ordinary[0], without=(2,))
-    assert "the validation of step 2 is given up" in caplog.text
+    assert_same(tmp_path / "run", ordinary[0], without=missing)
+    assert scene.validated().count("validation 2 begins") == 3 and len(scene.groups) == failures + 1
+    assert told in caplog.text and "on fire" in caplog.text
 
 
 def test_a_replica_that_does_not_start_again_is_tried_after_a_pause(

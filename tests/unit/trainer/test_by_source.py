@@ -253,6 +253,18 @@ def test_a_run_of_two_sources_learns_by_their_weights(model: Path, tmp_path: Pat
     assert found["by_source/sums/num_trajectories"] + found["by_source/lab/words/num_trajectories"] == 16
 
 
+def test_coefficients_of_the_kl_that_differ_are_told_by_source(model: Path, tmp_path: Path) -> None:
+    keys = (
+        f"{ACTOR}.use_kl_loss=true",
+        f"{ACTOR}.kl_loss_coef=0.5",
+        "algorithm.by_source={sums:{kl_loss_coef:0.25}}",
+    )
+    with build(ppo_config(model, tmp_path / "run", *RUN, two_sources(tmp_path), *keys)) as trainer:
+        found = trainer.step(trainer.source.next(1).rows, 1)[1].to_floats()
+    assert "actor/kl_coef" not in found
+    assert (found["by_source/sums/kl_coef"], found["by_source/lab/words/kl_coef"]) == (0.25, 0.5)
+
+
 def test_kept_rows_are_judged_by_the_algorithm_of_their_source(model: Path, tmp_path: Path) -> None:
     keys = ("trainer.keep_rows=true", "trainer.total_training_steps=1", "trainer.test_freq=-1")
     config = ppo_config(

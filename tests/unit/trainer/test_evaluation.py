@@ -139,6 +139,8 @@ def test_other_facts_of_a_prompt_are_other_prompts(
     words.append(f"data.val_files='{data}'")
     data.write_text('{"prompt": "1 + 1", "extra_info": {"seed": 1}}\n')
     assert main(words) == 0 and main(words) == 0
+    assert main([*words, "actor_rollout_ref.rollout.quantization=int8"]) == 1
+    assert "actor_rollout_ref.rollout.quantization was None and is int8" in capsys.readouterr().err
     data.write_text('{"prompt": "1 + 1", "extra_info": {"seed": 2}}\n')
     assert main(words) == 1 and "prompts was 1 of digest" in capsys.readouterr().err
 

@@ -16,6 +16,7 @@ from hybridflow.config.data import DataConfig, DatagenConfig
 from hybridflow.config.trainer import TrainerConfig
 from hybridflow.data.growing import GrowingPrompts
 from hybridflow.errors import CheckpointError, ConfigError
+from hybridflow.observability.progress import progress
 
 MAKER = '''
 from verl.utils.dataset.dynamicgen_dataset import AbstractDataGenerator
@@ -211,6 +212,28 @@ def test_rows_need_no_truth_where_a_row_of_the_file_has_none(model: Path, tmp_pa
     with (tmp_path / "rows.jsonl").open("a") as file:
         file.write('{"data_source": "given", "prompt": "count", "answer": null}\n')
     assert len(fit(model, tmp_path / "run", *settings)[1]) == 11
+
+
+def test_an_own_estimator_that_reads_the_datas_answers_is_refused(model: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text("def shown(response_mask, is_demonstration): ...\n")
+    config = ppo_config(
+        model, tmp_path / "run", *settings_of(tmp_path), f"algorithm.adv_estimator='{tmp_path}/own.py:shown'"
+    )
+    with (
+        pytest.raises(ConfigError, match=r"this run learns from the data's own: leave data\.datagen out"),
+        build(config),
+    ):
+        pass
+
+
+def test_the_wait_for_the_class_has_a_name(model: Path, tmp_path: Path) -> None:
+    seen: list[str] = []
+    maker = maker_of("def generate(self, dataset): dataset.note()")
+    settings = [*settings_of(tmp_path, maker), "trainer.total_training_steps=1", "trainer.test_freq=-1"]
+    with build(ppo_config(model, tmp_path / "run", *settings)) as trainer:
+        trainer.source.loader.dataset.note = lambda: seen.append(progress.describe())  # type: ignore[attr-defined]
+        trainer.fit()
+    assert len(seen) == 1 and "data.sampler and data.datagen" in seen[0]
 
 
 LOADED = {

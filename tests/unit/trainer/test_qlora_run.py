@@ -15,6 +15,7 @@ from hybridflow.checkpoint.manifest import read_manifest
 from hybridflow.errors import CheckpointError, ConfigError
 from hybridflow.merger import merge
 from hybridflow.merger.merge import compare
+from hybridflow.models.adapters.adapter_folder import base_quantization
 from hybridflow.models.adapters.lora import is_adapter, quantized_layers
 from hybridflow.models.files.build import build_policy
 from hybridflow.models.files.probe import probe_log_probs
@@ -88,6 +89,9 @@ def test_a_checkpoint_is_merged_into_what_was_trained(
         kept = merge(step, tmp_path / "kept", lora="keep")
     assert "the run computed with its base in nf4" in caplog.text
     assert "base_quantization" not in (kept / "adapter_config.json").read_text()
+    own = step / "actor" / "huggingface" / "lora_adapter"
+    assert "base_quantization" not in (own / "adapter_config.json").read_text(), "peft would warn of it"
+    assert base_quantization(own) == "nf4" and base_quantization(kept) is None
     state = [name for name, each in live.state_dict().items() if is_adapter(name)]
     assert compare(step, kept) == f"{len(state)} tensors, all equal bit for bit"
     plain = ppo_config(model, tmp_path / "run", *NF4[:2], *GRPO)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -102,8 +103,15 @@ def test_each_checkpoint_has_the_folder_that_a_run_scores_by(
     with build(reward_config(model, tmp_path / "rm", loss, "trainer.total_training_steps=1")) as trainer:
         trainer.fit()
     step = tmp_path / "rm/global_step_1"
-    with pytest.raises(CheckpointError, match=r"global_step_1/actor/huggingface, if"):
-        merge(step, tmp_path / "merged")
+    copied = shutil.copytree(
+        step, tmp_path / "copy/global_step_1", ignore=shutil.ignore_patterns("huggingface")
+    )
+    (copied / "manifest.json").unlink()
+    for folder in (step, copied, copied / "actor"):
+        with pytest.raises(
+            CheckpointError, match=r"holds a reward model.*global_step_1/actor/huggingface, if"
+        ):
+            merge(folder, tmp_path / "merged", base_model=str(model))
     keys = ("reward.custom_reward_function.path=null", "reward.reward_model.enable=true")
     keys += (f"reward.reward_model.kind={kind}", "reward.reward_model.step_separator=' . '")
     keys += (f"reward.reward_model.model.path='{step}/actor/huggingface'",)

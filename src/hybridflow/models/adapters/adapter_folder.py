@@ -20,7 +20,11 @@ from hybridflow.errors import ModelError
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
 QUANTIZATION = "base_quantization"
-"""The entry of a checkpoint's adapter_config.json that says how the run held its base, beside peft's own."""
+"""The entry that says how the run of an adapter held its base; older checkpoints have it in CONFIG, and peft
+warns of it there.
+"""
+BASE = "base.json"
+"""The file of an adapter's folder with that entry, where the base was not held as it is."""
 PREFIX = "base_model.model."
 """Prefix that peft puts before a layer's name in the causal language model."""
 
@@ -83,6 +87,16 @@ def read_adapter_config(folder: str | Path) -> dict[str, Any]:
     return config
 
 
+def base_quantization(folder: str | Path) -> str | None:
+    """Return how the run of an adapter held its base: nf4, or None: as it is. Raises ModelError for a folder
+    without an adapter.
+    """
+    own = Path(folder).expanduser() / BASE
+    found = json.loads(own.read_text(encoding="utf-8")) if own.is_file() else read_adapter_config(folder)
+    held: str | None = found.get(QUANTIZATION)
+    return held
+
+
 def read_adapter(folder: str | Path) -> AdapterFile:
     """Read an adapter; ModelError names the part that is missing or not supported."""
     path = Path(folder).expanduser()
@@ -117,9 +131,7 @@ def write_adapter_config(folder: Path, config: Any, quantization: str | None = N
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
     if quantization is not None:
-        file = folder / CONFIG
-        content = {**json.loads(file.read_text(encoding="utf-8")), QUANTIZATION: quantization}
-        file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        (folder / BASE).write_text(json.dumps({QUANTIZATION: quantization}) + "\n", encoding="utf-8")
 
 
 def write_adapter_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:

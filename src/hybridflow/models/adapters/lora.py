@@ -28,8 +28,8 @@ from hybridflow.config.model import ModelConfig
 from hybridflow.distributed.shards import is_absent, local, own_slices
 from hybridflow.errors import ModelError, install_extra
 from hybridflow.models.adapters.adapter_folder import (
-    QUANTIZATION,
     AdapterFile,
+    base_quantization,
     read_adapter,
     read_adapter_config,
 )
@@ -133,7 +133,7 @@ def add_lora(model: PolicyModel | ValueModel, settings: LoraSettings) -> None:
         chosen = _targets(layers, settings)
     else:
         file = read_adapter(settings.adapter_path)
-        held = read_adapter_config(settings.adapter_path).get(QUANTIZATION)
+        held = base_quantization(settings.adapter_path)
         if held != settings.quantization:
             logger.warning(
                 "the adapter %s was trained over a base with quantization=%s and is read over one with "

@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
+from hybridflow.data.tokenizer import Tokenizer, load_tokenizer, save_tokenizer
 from hybridflow.errors import ConfigError, ModelError
 from hybridflow.models.files.build import build_policy
 from hybridflow.models.files.export import give_usual_modes
@@ -128,7 +128,7 @@ def _write(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path, dtype: Dt
     with without_progress_bars():
         plain.to(getattr(torch, dtype)).save_pretrained(folder)
     give_usual_modes(folder)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
 
 
 def _compare(model: PreTrainedModel, tokenizer: Tokenizer, folder: Path, dtype: Dtype) -> float:

@@ -7,8 +7,9 @@ Separate threads turn requests into jobs: chat templates and tokenisation, away 
     request ──run──► queue of short requests, of long ones or of pictures ──thread of that queue──► job
         └── its client goes away ──► dropped from the queue, or stopped at its next `check`
 
-The queues keep one long text, and pictures, from holding up short texts. The threads are daemons and not
-those of asyncio, which a process waits for when it ends: a tokenizer that is at work ends with the process.
+The queues keep one long text, and pictures, from holding up short texts; that of pictures has several
+threads, so that a slow host does not hold up the pictures of others. The threads are daemons and not those of
+asyncio, which a process waits for when it ends: a tokenizer that is at work ends with the process.
 """
 
 from __future__ import annotations
@@ -55,6 +56,10 @@ MAX_PICTURES = 1024
 """Pictures of one request."""
 MOST_PIXELS = 8 * MOST_SENT_PIXELS
 """Pixels of all pictures of one request."""
+PICTURE_THREADS = 4
+"""Requests with pictures that are read at once: the fetches of as many may be slow."""
+DECODING = threading.Lock()
+"""Held while a request's pictures are decoded: those of one take gigabytes at most."""
 PICTURE_WORDS = re.compile(rb'"(image_url|input_image|image)"|\\u00[5-7]|\0')
 """What every body with a picture has: the type of its part, that with letters as numbers, or (UTF-16) a zero.
 Quotes in a text do not count: in JSON a backslash stands before them.
@@ -293,7 +298,8 @@ def picture_prompt(
         sources = reader.of_files(files)
         for whole in (False, True):
             try:
-                reads = reader.read(sources, whole=whole)
+                with DECODING:
+                    reads = reader.read(sources, whole=whole)
             except Exception as error:  # a file may be made to do harm: decoders raise all sorts of errors
                 told = f"a picture cannot be read ({error}): send another file, or leave it out"
                 raise refuse(param, told) from error
@@ -393,7 +399,7 @@ class JobReaders:
         self._deadline_s = deadline_s
         self._short = self._queue("short")
         self._long = self._queue("long")
-        self._pictures = self._queue("picture")
+        self._pictures = self._queue("picture", PICTURE_THREADS)
 
     async def run(self, make: Callable[[Check], T], num_bytes: int, *, pictures: bool = False) -> T:
         """Return what `make` makes of a request of `num_bytes`, perhaps with `pictures`, or raise what it
@@ -425,8 +431,8 @@ class JobReaders:
             task.abandoned = True
             self.num_open -= 1
 
-    def _queue(self, name: str) -> queue.SimpleQueue[_Task[Any]]:
-        """Return a queue of requests, with a thread that reads one after the other."""
+    def _queue(self, name: str, threads: int = 1) -> queue.SimpleQueue[_Task[Any]]:
+        """Return a queue of requests, with threads each of which reads one after the other."""
         tasks: queue.SimpleQueue[_Task[Any]] = queue.SimpleQueue()
 
         def work() -> None:
@@ -435,5 +441,6 @@ class JobReaders:
                 task.work()
                 del task  # so that it is freed before the next one comes
 
-        threading.Thread(target=work, name=f"read {name} requests", daemon=True).start()
+        for _ in range(threads):
+            threading.Thread(target=work, name=f"read {name} requests", daemon=True).start()
         return tasks

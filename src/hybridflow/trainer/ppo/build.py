@@ -368,7 +368,7 @@ def _replay_buffer(config: PPOConfig, tokenizer: Tokenizer, source: SyncSource) 
 
 def _finish_batch(source: SyncSource, data: PromptData, batch: DataProto) -> None:
     """Update the sampler, and data that grow, by a trained batch."""
-    with source.reading:
+    with source.reading, progress.phase("data.sampler and data.datagen"):  # a user's code, without a deadline
         data.finish_batch(batch)
 
 

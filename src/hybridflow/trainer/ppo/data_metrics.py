@@ -69,7 +69,8 @@ OF_A_SOURCE = {
 
 def source_metrics(batch: DataProto) -> Metrics:
     """Return by_source/{source}/…, those of `batch_metrics` that `OF_A_SOURCE` lists, for each data source,
-    and token_share, the part that its tokens have in the weights of all tokens that are learned from.
+    token_share, the part that its tokens have in the weights of all tokens that are learned from, and where
+    sources differ in it kl_coef.
     """
     metrics = Metrics()
     tokens = batch.batch["loss_mask"].sum(-1).double()
@@ -83,6 +84,8 @@ def source_metrics(batch: DataProto) -> Metrics:
                 if name.startswith(begins):
                     metrics.add_last(f"by_source/{source}/{short}{name.removeprefix(begins)}", value)
         metrics.add_mean(f"by_source/{source}/token_share", tokens[own].sum(), tokens.sum())
+        if "source_kl_coef" in batch:
+            metrics.add_last(f"by_source/{source}/kl_coef", float(batch.batch["source_kl_coef"][own][0]))
     return metrics
 
 

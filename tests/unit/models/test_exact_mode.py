@@ -231,6 +231,17 @@ def test_the_exact_attention_is_the_plain_one() -> None:
             torch.testing.assert_close(parameter.grad, grad, rtol=1e-3, atol=1e-3)
 
 
+@pytest.mark.parametrize("length", [6, 10, 24])
+def test_the_place_of_a_query_does_not_matter_for_values_of_any_length(length: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    query = torch.randn(1, 4, 1, 16, generator=draw).expand(1, 4, 29, 16)
+    key = torch.randn(1, 4, 29, 16, generator=draw)
+    value = torch.randn(1, 4, 29, length, generator=draw)
+    every = torch.ones(29, 29, dtype=torch.bool)
+    found = ExactMode(64, 32).attend(query, key, value, every, Scores(0, None, None, None, None))
+    assert torch.equal(found, found[:, :, :1].expand_as(found))
+
+
 def test_sums_over_many_numbers_hold_with_two_threads(two_threads: None) -> None:
     """Products over 1,024 numbers, which AVX-512 kernels cut at another place up to 175 rows."""
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 1}

@@ -20,6 +20,8 @@ from hybridflow.config.tree import get_value
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
+STRATEGIES = {"actor": f"{ACTOR}.strategy", "reference": f"{ACTOR}.strategy", "critic": "critic.strategy"}
+"""The key of the engine, by role; models of other roles have PyTorch's."""
 BLOCKS = {"actor": ACTOR, "reference": REF, "critic": "critic"}
 SIZES = (
     "ulysses_sequence_parallel_size",

@@ -120,6 +120,8 @@ def plan_run(options: argparse.Namespace) -> int:
         *_report(best, job, costs.cluster, options.device_price),
         f"\na checkpoint of the actor takes about {costs.checkpoint(job.shapes['actor']):.0f} s to write",
     ]
+    if config.actor_rollout_ref.model.quantization is not None:
+        lines.append("these seconds leave out that weights in 4 bits are dequantized (docs/lora.md)")
     print("\n".join(lines))
     return 0
 

@@ -316,6 +316,14 @@ def test_plans_of_megatron_are_by_the_key_alone(capsys: pytest.CaptureFixture[st
     assert {fsdp.tensor_parallel_size for fsdp in layouts} == {1}
 
 
+def test_seconds_of_weights_in_4_bits_are_told_to_be_too_few(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--recipe", "grpo", "model=Qwen2.5-7B", "--devices", "1xH100", "--best", "1"]
+    adapters = "actor_rollout_ref.model.lora_rank=16"
+    assert main([*words, adapters]) == 0 and "4 bits" not in capsys.readouterr().out
+    assert main([*words, adapters, "actor_rollout_ref.model.quantization=nf4"]) == 0
+    assert "these seconds leave out that weights in 4 bits are dequantized" in capsys.readouterr().out
+
+
 def test_what_does_not_fit_is_no_plan() -> None:
     assert not PlacementSearch(job("ppo", "Llama-2-70B"), Costs(read_devices("2xA100"), FITTED)).run().plans
 

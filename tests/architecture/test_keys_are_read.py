@@ -31,7 +31,8 @@ READ_IN_CONFIG = {
     "distillation.teacher_model.tokenizer_path": "resolve: the teacher reads the actor's token ids",
     "distillation.enabled": "check: whether something reads a teacher",
     "distillation.distillation_loss.use_policy_gradient": "its relations: whether loss_mode is one",
-    "actor_rollout_ref.actor.strategy": "resolve: fsdp means fsdp2, the one engine of this version",
+    "actor_rollout_ref.actor.strategy": "megatron: STRATEGIES, by which roles are built and planned",
+    "critic.strategy": "megatron: STRATEGIES, by which roles are built and planned",
     "trainer.on_missing": "load: whether what this machine lacks is refused or replaced",
     **dict.fromkeys(
         (

@@ -116,6 +116,10 @@ def load(function: str) -> Callable[..., Any]:
     return found
 
 
+OF_A_WHOLE_RUN = ("values", "process_rewards", "reward_baselines", "is_demonstration")
+"""Columns that an estimator for the rows of some data sources cannot read."""
+
+
 @dataclass(frozen=True)
 class EstimatorFacts:
     """The facts of an advantage estimator: its function, and what it reads."""

@@ -69,7 +69,10 @@ def plan_run(options: argparse.Namespace) -> int:
     import time
 
     from hybridflow.config import PPOConfig
-    from hybridflow.config.load import prepare_config
+    from hybridflow.config.convert import raise_all
+    from hybridflow.config.load import load_config, prepare_config
+    from hybridflow.config.megatron import STRATEGIES, megatron_problems
+    from hybridflow.config.tree import get_value, with_values
     from hybridflow.errors import ConfigError
     from hybridflow.planner.model_shape import shape_by_keys
     from hybridflow.planner.pools import job_of
@@ -85,9 +88,15 @@ def plan_run(options: argparse.Namespace) -> int:
 
     def prepared(*words: str) -> PPOConfig:
         every = [*given, *words]
-        return prepare_config(
+        config = prepare_config(
             PPOConfig, every, recipe=options.recipe, runs=False, needs_model=False, needs_files=False
         ).config
+        # megatron-core need not be on the machine that plans
+        asked = load_config(PPOConfig, every, recipe=options.recipe).config
+        config = with_values(config, {key: get_value(asked, key) for key in STRATEGIES.values()})
+        if words and costs.cluster.devices > 1:
+            raise_all(list(megatron_problems(config)))
+        return config
 
     config = prepared()
     prompt = _mean_tokens("prompt", options.prompt_tokens, config.data.max_prompt_length)
@@ -111,6 +120,8 @@ def plan_run(options: argparse.Namespace) -> int:
         *_report(best, job, costs.cluster, options.device_price),
         f"\na checkpoint of the actor takes about {costs.checkpoint(job.shapes['actor']):.0f} s to write",
     ]
+    if config.actor_rollout_ref.model.quantization is not None:
+        lines.append("these seconds leave out that weights in 4 bits are dequantized (docs/lora.md)")
     print("\n".join(lines))
     return 0
 

@@ -261,7 +261,7 @@ class AlgorithmConfig:
     pf_ppo: PFPPOConfig = group(PFPPOConfig, read_by(".use_pf_ppo"))
     sppo: SPPOConfig = group(SPPOConfig)
     rollout_correction: RolloutCorrectionConfig = group(RolloutCorrectionConfig)
-    by_source: dict[str, dict[str, Any]] = key(
+    by_source: dict[str, Any] = key(
         {},
         "Other algorithms for the rows of some data sources: by the data source, adv_estimator, options, "
         "gamma, norm_adv_by_std_in_grpo, gdpo_reward_keys, gdpo_reward_weights, kl_loss_coef, and the weight "

@@ -6,10 +6,12 @@ algorithm ──algorithms_of──► {None: the run's, source: the run's with 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import fields, replace
 
 from hybridflow.config.algorithm import AlgorithmConfig, SourceConfig
 from hybridflow.config.convert import convert_what_fits, raise_all
+from hybridflow.config.relations import shown
 
 OWN_KEYS = ("kl_loss_coef", "weight")
 """The keys of an entry that are none of `algorithm`."""
@@ -21,7 +23,10 @@ def sources_of(algorithm: AlgorithmConfig) -> dict[str, SourceConfig]:
     entries: dict[str, SourceConfig] = {}
     for source, tree in algorithm.by_source.items():
         found: list[str] = []
-        entries[source] = convert_what_fits(SourceConfig, tree, found, set())
+        if isinstance(tree, Mapping):
+            entries[source] = convert_what_fits(SourceConfig, tree, found, set())
+        else:
+            found.append(f"got {shown(tree)}, wanted keys and values, for example {{adv_estimator: rloo}}")
         problems += [f"algorithm.by_source, {source}: {line}" for line in found]
     raise_all(problems)
     return entries

@@ -8,7 +8,7 @@ What megatron-core does not serve here is refused before anything is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from importlib.util import find_spec
 
 from hybridflow.config.layout import num_processes, pool_sizes, share_a_pool
@@ -20,12 +20,16 @@ from hybridflow.config.tree import get_value
 
 ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
+STRATEGIES = {"actor": f"{ACTOR}.strategy", "reference": f"{ACTOR}.strategy", "critic": "critic.strategy"}
+"""The key of the engine, by role; models of other roles have PyTorch's."""
 BLOCKS = {"actor": ACTOR, "reference": REF, "critic": "critic"}
 SIZES = (
     "ulysses_sequence_parallel_size",
     *(f"fsdp_config.{name}_parallel_size" for name in ("tensor", "pipeline", "expert")),
 )
 """Keys below a role with the numbers of ranks that megatron-core makes groups of, once in a process."""
+UNREAD = ("fsdp_size", "reshard_after_forward", "forward_prefetch", "mixed_precision.reduce_dtype")
+"""Keys of the sharding of a role that FSDP2 alone reads."""
 TORCH = "PyTorch's own engine (FSDP2, tensor parallelism, stages by 1F1B)"
 
 
@@ -56,6 +60,22 @@ def megatron_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
         yield from _of_optimizer(key, "optim", config.optim)
         if isinstance(config, (DPOConfig, RewardModelConfig)):
             yield f"{key}=megatron learns from no comparisons: set {key}=fsdp2"
+
+
+def megatron_notes(config: PPOConfig | SFTConfig, given: Set[str]) -> Iterator[str]:
+    """Yield one line for each engine of megatron-core with keys of FSDP2, of those that the user set."""
+    blocks = {"engine.strategy": ["engine"]}
+    if isinstance(config, PPOConfig):
+        blocks = {f"{ACTOR}.strategy": [f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config"]}
+        if config.critic.enable:
+            blocks["critic.strategy"] = ["critic.fsdp_config"]
+    for key, within in blocks.items():
+        unread = [f"{block}.{name}" for block in within for name in UNREAD if f"{block}.{name}" in given]
+        if unread and get_value(config, key) == "megatron":
+            yield (
+                f"{', '.join(unread)} {'is' if len(unread) == 1 else 'are'} not read with {key}=megatron: "
+                "megatron-core shards no parameters, and sums gradients in float32"
+            )
 
 
 def _of_ppo(config: PPOConfig) -> Iterator[str]:

@@ -217,7 +217,7 @@ def read_flags(words: Sequence[str], recipe: str | Path | None = None) -> tuple[
     if named is not None and recipe is not None:
         raise ConfigError(f"--config-name={given['--config-name']} and --recipe {recipe}: give one of them")
     if named is None and _name(given) == MEGATRON_BASE:
-        overrides.insert(0, "actor_rollout_ref.actor.strategy=megatron")
+        overrides[:0] = ["actor_rollout_ref.actor.strategy=megatron", "critic.strategy=megatron"]
     return overrides, named or recipe
 
 

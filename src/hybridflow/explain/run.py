@@ -119,6 +119,7 @@ def placed(config: PPOConfig | SFTConfig) -> RunPlan:
         max_rows=data.micro_batch_size_per_gpu,
         optimizer=config.optim.optimizer,
         keys="data.",
+        strategy=config.engine.strategy,
     )
     return RunPlan(config, (PoolPlan(pool.name, tuple(names), pool.devices_per_node, {role: engine}),))
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.config.layout import ROLE_KEYS, engine_keys
+from hybridflow.config.megatron import STRATEGIES
 from hybridflow.config.model import NF4_BLOCK, SCALE_BLOCK, FSDPConfig, ModelConfig
 from hybridflow.config.needs import longest_row, rows_per_prompt
 from hybridflow.config.tree import get_value
@@ -58,15 +59,18 @@ class RoleEngine:
     """Passes over the rows of a step."""
     optimizer_steps: int = 0
     """Optimizer steps of a step of the run."""
+    strategy: str = "fsdp2"
+    """The key of that name."""
 
     @classmethod
     def of(cls, config: PPOConfig, role: str, layout: ParallelLayout) -> RoleEngine:
         """Return the engine of a role with this layout."""
         fsdp, _, model = engine_keys(config, role)
         path = ROLE_KEYS[role].updates
+        strategy = get_value(config, STRATEGIES[role]) if role in STRATEGIES else "fsdp2"
         if not path:
             max_tokens = config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
-            return cls(role, layout, fsdp, model, trained=False, max_tokens=max_tokens)
+            return cls(role, layout, fsdp, model, trained=False, max_tokens=max_tokens, strategy=strategy)
         block = get_value(config, path)
         mini = block.ppo_mini_batch_size
         epochs = getattr(block, "ppo_epochs", 1)
@@ -83,6 +87,7 @@ class RoleEngine:
             keys=f"{path.rpartition('.')[2]}.ppo_",
             epochs=epochs,
             optimizer_steps=math.ceil(config.data.train_batch_size / mini) * epochs,
+            strategy=strategy,
         )
 
     @property
@@ -145,6 +150,8 @@ def engine_needs(engine: RoleEngine, size: ModelSize, *, device: str) -> Needs:
     layout = engine.layout
     on_cpu = not is_accelerator(device)
     many = layout.world_size > 1
+    if many and engine.strategy == "megatron":
+        return _megatron_needs(engine, size, device)
     wide = max(4, size.itemsize)
     live = fsdp.offload_policy and not on_cpu  # on the CPU even while it works
     weights_away = (fsdp.param_offload or fsdp.offload_policy) and not on_cpu
@@ -184,6 +191,37 @@ def engine_needs(engine: RoleEngine, size: ModelSize, *, device: str) -> Needs:
     accumulating = masters if state_away and not live else 0
     peak = max(gathered + passing + (0 if kept else at_once), stepping)
     return Needs(parts, between, fetched + accumulating + (0 if live else grads) + peak, fetched)
+
+
+def _megatron_needs(engine: RoleEngine, size: ModelSize, device: str) -> Needs:
+    """Estimate what megatron-core holds from the start on: a part of the weights and a float32 buffer of its
+    gradients, and of masters and moments a share, which the ranks of data parallelism divide.
+    """
+    layout = engine.layout
+    copies = layout.stage_size // layout.tp
+    own = _of_a_stage(size, layout, 1, layout.ep)
+    state = _of_a_stage(size, layout, copies, layout.tp)
+    weights = own * size.itemsize
+    parts = [MemoryItem("weights", weights, f"{own:,} parameters × {size.itemsize} bytes, not sharded")]
+    if not engine.trained:
+        return Needs(parts, weights)
+    shared = f"bytes, {own:,} parameters / {copies} ranks"
+    parts.append(MemoryItem("gradients", 4 * own, f"{own:,} parameters × 4 bytes, not sharded"))
+    if size.itemsize < 4:
+        parts.append(MemoryItem("float32 masters", 4 * state, f"4 {shared}"))
+    parts.append(MemoryItem("Adam moments", 8 * state, f"2 × 4 {shared}"))
+    passing, passing_parts = _pass(engine, size, device)
+    return Needs([*parts, *passing_parts], sum(part.size for part in parts), passing)
+
+
+def _of_a_stage(size: ModelSize, layout: ParallelLayout, shards: int, parts: int) -> int:
+    """Return the parameters of a rank of the fullest stage of megatron-core, in which ranks of tensor
+    parallelism cut the vocabulary too, if `shards` ranks share them; experts are spread over `parts` first.
+    """
+    shares = layout.pp * shards
+    blocks = size.whole.on_rank(layout.tp, shares, parts=parts).all - size.root.on_rank(layout.tp, shares).all
+    ends = size.root.all if layout.pp == 1 else size.vocab_size * size.hidden_size
+    return blocks + math.ceil(ends / (layout.tp * shards))
 
 
 def _moments(optimizer: str, wide: int) -> tuple[float, str]:

@@ -17,6 +17,7 @@ from hybridflow.config import PPOConfig
 from hybridflow.config.checks.rollout import WITH_WEIGHTS
 from hybridflow.config.explain import generation_batch
 from hybridflow.config.layout import JUDGE, VALIDATION, engine_keys
+from hybridflow.config.megatron import STRATEGIES
 from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.config.needs import (
     has_own_reference,
@@ -26,6 +27,7 @@ from hybridflow.config.needs import (
     rows_per_prompt,
 )
 from hybridflow.config.reward import has_classifier, has_judge
+from hybridflow.config.tree import get_value
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.planner.costs import Costs, Lengths, StepRows
 from hybridflow.planner.hardware import CPU, sizes_of_pools
@@ -173,7 +175,23 @@ class PoolPlanner:
         options = {role: self.options(role, devices) for role in models}
         if any(not found for found in options.values()):
             return None
-        chosen = dict.fromkeys(models, 0)
+        together = [role for role in models if self._is_megatrons(role, devices)]
+        if len(together) < 2:
+            return self._fitting(roles, devices, options)
+        alike = [{each.engine.layout: each for each in self._every(role, devices)} for role in together]
+        found = []
+        for layout in alike[0]:  # megatron-core has one layout in a process
+            if all(layout in each for each in alike):
+                same = {role: [each[layout]] for role, each in zip(together, alike, strict=True)}
+                found.append(self._fitting(roles, devices, options | same))
+        fitting = (pool for pool in found if pool is not None)
+        return min(fitting, key=lambda pool: sum(pool.seconds.values()), default=None)
+
+    def _fitting(
+        self, roles: tuple[str, ...], devices: int, options: Mapping[str, Sequence[Option]]
+    ) -> PoolPlan | None:
+        """Return the pool with the fastest of the options of each role that fit together."""
+        chosen = dict.fromkeys(options, 0)
         while True:
             taken = {role: options[role][index] for role, index in chosen.items()}
             pool = self._with_rollout(roles, devices, taken)
@@ -204,13 +222,19 @@ class PoolPlanner:
         """Return a role's layouts on `devices` devices, each smaller and slower than the one before."""
         if role == JUDGE:
             return self._judge(devices)
-        found = [self._option(role, devices, fsdp) for fsdp in self.layouts(role, devices)]
-        found.sort(key=lambda option: option.total)
         kept: list[Option] = []
-        for option in found:
+        for option in sorted(self._every(role, devices), key=lambda option: option.total):
             if not kept or _bytes(option) < _bytes(kept[-1]):
                 kept.append(option)
         return kept
+
+    def _every(self, role: str, devices: int) -> list[Option]:
+        return [self._option(role, devices, fsdp) for fsdp in self.layouts(role, devices)]
+
+    def _is_megatrons(self, role: str, devices: int) -> bool:
+        """Return whether megatron-core computes a role on `devices` devices, by the key alone."""
+        key = STRATEGIES.get(role)
+        return key is not None and devices > 1 and bool(get_value(self.job.config, key) == "megatron")
 
     def _judge(self, devices: int) -> list[Option]:
         """Return the one way in which a generative reward model uses devices, if it can use as many."""
@@ -230,17 +254,20 @@ class PoolPlanner:
         shape = self.job.shapes[role]
         if model.quantization and devices > 1:
             return  # one device holds weights in 4 bits
+        megatron = self._is_megatrons(role, devices)  # which has fewer layouts, without copies or offloading
         for stages, tensor in itertools.product(PARTS, PARTS):
             sharers = devices // (stages * tensor)
             if devices % (stages * tensor) or self.node % tensor or not shape.cuts(tensor):
                 continue
             if (tensor > 1 and adapters) or stages > max(1, len(shape.layers) // 4):
                 continue
+            if megatron and (len(shape.layers) % stages or (tensor > 1 and shape.experts)):
+                continue
             shards = [-1]
-            if sharers * tensor > self.node:  # copies of the model, none of which is on two nodes
+            if sharers * tensor > self.node and not megatron:  # copies, none of which is on two nodes
                 shards.append(math.gcd(sharers, self.node // tensor))
             on_cpu = self.costs.cluster.hardware.name == CPU  # in whose memory all is at hand
-            ways = (False,) if on_cpu else (False, True)
+            ways = (False,) if on_cpu or megatron else (False, True)
             for each, offloads in itertools.product(shards, ways):
                 ranks = tensor * (sharers if each == -1 else each)
                 for experts in _parts_of_experts(shape, ranks, tensor, fsdp):

@@ -11,7 +11,7 @@ from possible_run import write_model_folder
 
 from hybridflow.cli.main import main as hybridflow
 from hybridflow.config import PPOConfig, SFTConfig
-from hybridflow.config.load import load_config
+from hybridflow.config.load import load_config, prepare_config
 from hybridflow.trainer.main_ppo import main as main_ppo
 from hybridflow.trainer.main_sft import main as main_sft
 
@@ -45,6 +45,16 @@ def test_a_name_alone_is_a_recipe_and_verls_own_name_means_the_defaults() -> Non
     assert load_config(PPOConfig, ["--config-name=grpo"]) == load_config(PPOConfig, recipe="grpo")
     assert load_config(PPOConfig, ["--config-name", "ppo_trainer"]) == load_config(PPOConfig)
     assert load_config(SFTConfig, ["--config-name=sft_trainer_engine"]) == load_config(SFTConfig)
+
+
+def test_verls_name_with_megatron_means_every_role(base: list[str]) -> None:
+    name = "--config-name=ppo_megatron_trainer"
+    read = load_config(PPOConfig, [name]).config
+    assert read.actor_rollout_ref.actor.strategy == read.critic.strategy == "megatron"
+    assert load_config(PPOConfig, ["critic.strategy=fsdp2", name]).config.critic.strategy == "fsdp2"
+    grpo = ["algorithm.adv_estimator=grpo", "actor_rollout_ref.rollout.n=4"]
+    notes = prepare_config(PPOConfig, [*base, name, *grpo]).notes
+    assert not any("critic" in note for note in notes), notes
 
 
 WRONG = [

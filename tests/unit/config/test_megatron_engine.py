@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hybridflow.config import DPOConfig, PPOConfig, SFTConfig
+from hybridflow.config.checks.root import find_notes
 from hybridflow.config.load import load_config
 from hybridflow.config.megatron import megatron_problems, megatron_serves
 from hybridflow.config.resolve import resolve
@@ -60,6 +61,33 @@ def test_roles_have_equal_sizes_where_they_share_processes() -> None:
     sizes.append("critic.ulysses_sequence_parallel_size=2")
     (said,) = megatron_problems(resolved(PPOConfig, *pools, *sizes, apart)[0])
     assert "actor_rollout_ref.ref.ulysses_sequence_parallel_size=1" in said and "make them equal" in said
+
+
+FSDP_ALONE = (
+    "fsdp_size=2",
+    "reshard_after_forward=false",
+    "forward_prefetch=true",
+    "mixed_precision.reduce_dtype=bfloat16",
+)
+
+
+@pytest.mark.usefixtures("installed")
+def test_keys_of_fsdp_are_told_not_to_be_read() -> None:
+    def notes(kind: type, *words: str) -> list[str]:
+        read = load_config(kind, [LEARNER[kind], *words])
+        return [
+            note for note in find_notes(resolve(read.config, read.given)[0], read.given) if "read" in note
+        ]
+
+    for key in FSDP_ALONE:
+        name = key.partition("=")[0]
+        (note,) = notes(SFTConfig, f"engine.{key}")
+        assert note.startswith(f"engine.{name} is not read with engine.strategy=megatron: megatron-core")
+    sharding = [f"{role}.fsdp_config.fsdp_size=2" for role in ("actor_rollout_ref.ref", "critic")]
+    of_actor, of_critic = notes(PPOConfig, KL, *CRITIC, *sharding)
+    assert of_actor.startswith("actor_rollout_ref.ref.fsdp_config.fsdp_size is not read with actor_rollout")
+    assert of_critic.startswith("critic.fsdp_config.fsdp_size is not read with critic.strategy=megatron")
+    assert not notes(PPOConfig, KL, CRITIC[1], "critic.strategy=fsdp2", *sharding[1:])
 
 
 def test_pytorch_serves_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,8 +69,12 @@ def test_the_dense_command() -> None:
     roles = config.actor_rollout_ref
     assert sizes(roles.actor) == sizes(roles.ref) == sizes(config.critic) == (4, 4, 2)
     assert roles.actor.strategy == "fsdp2" and not [line for rule in cluster.RULES for line in rule(config)]
-    (engine,) = [note for note in notes if "strategy=megatron" in note]
-    assert "PyTorch's own engine" in engine and "not Megatron-LM" in engine
+    engines = [note for note in notes if "strategy=megatron" in note]
+    assert [note.partition("=")[0] for note in engines] == [
+        "actor_rollout_ref.actor.strategy",
+        "critic.strategy",
+    ]
+    assert all("PyTorch's own engine" in note and "not Megatron-LM" in note for note in engines)
     assert any(
         note == "actor_rollout_ref.actor.megatron.pipeline_model_parallel_size is now "
         "actor_rollout_ref.actor.fsdp_config.pipeline_parallel_size"

@@ -102,6 +102,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
         thread.start()
         monkeypatch.setenv("HF_ENDPOINT", server.address)
         monkeypatch.setenv("HF_TOKEN", RIGHT)
+        # the client reads HF_HUB_OFFLINE when it is imported, and this hub is in this process
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
         yield server
         server.shutdown()
         thread.join()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,10 +15,14 @@ from hybridflow.cli.main import main
 from hybridflow.config import PPOConfig
 from hybridflow.config.layout import RoleLayout, engine_keys
 from hybridflow.config.load import prepare_config
+from hybridflow.config.model import FSDPConfig, ModelConfig
+from hybridflow.config.tree import with_values
+from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.errors import ConfigError
 from hybridflow.explain.run import placed
 from hybridflow.planner.costs import FITTED, Costs
 from hybridflow.planner.hardware import Cluster, read_devices
+from hybridflow.planner.memory import RoleEngine, engine_needs
 from hybridflow.planner.model_shape import known_models, shape_by_keys, shape_of
 from hybridflow.planner.pools import USABLE, PoolPlanner, StepWork, job_of
 from hybridflow.planner.run_plan import PoolPlan, RunPlan
@@ -258,6 +263,65 @@ def test_a_judge_takes_memory_on_whole_replicas_and_no_phase_of_its_own() -> Non
     assert together.seconds == alone.seconds
     wide = PoolPlanner(job("grpo", "Qwen2.5-0.5B", *words, *width, *pools), costs)
     assert wide.plan(("judge",), 1) is None and wide.plan(("judge",), 2) is not None
+
+
+MEGATRON = ("actor_rollout_ref.actor.strategy=megatron", "critic.strategy=megatron")
+
+
+def test_megatron_holds_weights_and_gradients_whole_and_shares_the_rest() -> None:
+    """By hand, for Qwen2.5-7B in bfloat16: two stages of 14 layers, halved by two ranks, on 16 devices."""
+    shape = shape_of("Qwen2.5-7B")
+    size = shape.size(itemsize=2)
+    layout = ParallelLayout.from_keys(16, -1, 1, 2, 2)
+    table = 152064 * 3584
+    # biases and norms of layers are whole on each rank
+    layer = (2 * 3584 * (3584 + 512) + 3 * 3584 * 18944) / 2 + 3584 + 2 * 512 + 2 * 3584
+    own = 14 * layer + table / 2
+    model = ModelConfig(path="Qwen2.5-7B")
+    engine = RoleEngine("actor", layout, FSDPConfig(), model, True, 64, 1024, strategy="megatron")
+    needs = engine_needs(engine, size, device="cuda")
+    found = {part.label: part.size for part in needs.parts}
+    wanted = {"weights": 2, "gradients": 4, "float32 masters": 4 / 4, "Adam moments": 8 / 4}
+    for label, each in wanted.items():
+        assert found[label] == pytest.approx(each * own, rel=1e-3), label
+    assert (
+        needs.between == pytest.approx(9 * own, rel=1e-3)
+        and needs.update == sum(found.values()) - needs.between
+    )
+    frozen = replace(engine, trained=False)
+    assert engine_needs(frozen, size, device="cuda").between == found["weights"]
+    alone = replace(engine, layout=ParallelLayout())
+    assert engine_needs(alone, size, device="cuda") == engine_needs(
+        replace(alone, strategy="fsdp2"), size, device="cuda"
+    )
+
+
+def test_plans_of_megatron_are_by_the_key_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    """megatron-core is not installed here; its roles have one layout, and nothing that it does not do."""
+    words = ["plan", "--recipe", "ppo", "model=Qwen2.5-7B", "--devices", "16xH100", "--best", "3"]
+    kl = "actor_rollout_ref.actor.use_kl_loss=true"
+    assert main([*words, kl, *MEGATRON]) == 0
+    out = capsys.readouterr().out
+    assert "offload" not in out and "fsdp_size" not in out
+    assert main([*words, kl, *MEGATRON, "actor_rollout_ref.model.lora_rank=8"]) == 1
+    assert "strategy=megatron does not go with actor_rollout_ref.model.lora_rank=8" in capsys.readouterr().err
+    planned = job("ppo", "Qwen2.5-7B", kl)
+    asked = with_values(planned.config, {word.partition("=")[0]: "megatron" for word in MEGATRON})
+    planner = PoolPlanner(replace(planned, config=asked), Costs(read_devices("16xH100"), FITTED))
+    pool = planner.plan(("actor", "rollout", "critic", "reference"), 16)
+    assert pool is not None and {engine.strategy for engine in pool.engines.values()} == {"megatron"}
+    assert len({engine.layout for engine in pool.engines.values()}) == 1
+    experts = replace(job("grpo", "Qwen3-30B-A3B"), config=asked)
+    layouts = PoolPlanner(experts, Costs(read_devices("8xH100"), FITTED)).layouts("actor", 8)
+    assert {fsdp.tensor_parallel_size for fsdp in layouts} == {1}
+
+
+def test_seconds_of_weights_in_4_bits_are_told_to_be_too_few(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--recipe", "grpo", "model=Qwen2.5-7B", "--devices", "1xH100", "--best", "1"]
+    adapters = "actor_rollout_ref.model.lora_rank=16"
+    assert main([*words, adapters]) == 0 and "4 bits" not in capsys.readouterr().out
+    assert main([*words, adapters, "actor_rollout_ref.model.quantization=nf4"]) == 0
+    assert "these seconds leave out that weights in 4 bits are dequantized" in capsys.readouterr().out
 
 
 def test_what_does_not_fit_is_no_plan() -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
-from hybridflow.algorithms.catalog import ESTIMATORS, KL_ESTIMATORS, POLICY_LOSSES
+from hybridflow.algorithms.catalog import ESTIMATORS, KL_ESTIMATORS, OF_A_WHOLE_RUN, POLICY_LOSSES
 from hybridflow.config.by_source import algorithms_of, sources_of
 from hybridflow.config.needs import (
     estimator_facts,
@@ -90,9 +90,7 @@ def source_problems(config: PPOConfig) -> Iterator[str]:
         )
         name = algorithm.adv_estimator
         facts = ESTIMATORS.get(name)
-        if name in partners or (
-            facts and (facts.critic or facts.process_rewards or facts.greedy_rows or facts.demonstration_rows)
-        ):
+        if name in partners or (facts and not {*facts.reads}.isdisjoint(OF_A_WHOLE_RUN)):
             yield (
                 f"{where}: adv_estimator={name} needs a model, a loss or rows of its own, which only a whole "
                 "run has: set another one, for example grpo, rloo or reinforce_plus_plus"

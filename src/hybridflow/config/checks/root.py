@@ -20,7 +20,7 @@ from hybridflow.config.checks.paths import plugin_problem
 from hybridflow.config.convert import WrongKeyRead, raise_all
 from hybridflow.config.data import SFTDataConfig
 from hybridflow.config.layout import ROLE_KEYS
-from hybridflow.config.megatron import megatron_problems
+from hybridflow.config.megatron import megatron_notes, megatron_problems
 from hybridflow.config.needs import (
     has_validation,
     longest_row,
@@ -95,7 +95,7 @@ def find_notes(config: PPOConfig | SFTConfig, given: Set[str]) -> list[str]:
             *rollout.context_notes(config, given),
             *rollout.schedule_notes(config),
         ]
-    return [*notes, *cluster.cluster_notes(config, given)]
+    return [*notes, *megatron_notes(config, given), *cluster.cluster_notes(config, given)]
 
 
 def token_limits(config: PPOConfig) -> Iterator[str]:

@@ -288,10 +288,11 @@ def _match(tokens: Sequence[Token]) -> int:
 
 
 def _choice(tokens: list[Token], level: int) -> LetteredChoice | None:
-    r"""Read `\text{(B)} 12`, the letter of a choice with its content."""
+    r"""Read `\text{(B)} 12` or `(B) 12`, the letter of a choice with its content."""
     if len(tokens) < 4 or [tokens[0].text, tokens[2].text] != ["(", ")"]:
         return None
-    if tokens[1].kind != "word" or len(tokens[1].text) > 1:
+    is_plain = len(tokens) == 4 and tokens[3].kind == "number" and tokens[3].spaced  # and no product
+    if len(tokens[1].text) > 1 or not (tokens[1].kind == "word" or (is_plain and tokens[1].text in "ABCDE")):
         return None
     return LetteredChoice(tokens[1].text.casefold(), read(tokens[3:], level + 1))
 

@@ -156,7 +156,8 @@ def _unit_at_end(tokens: list[Token]) -> tuple[int, str] | None:
     """Return how many tokens at the end are a piece of a unit, and the piece; None for another end."""
     texts = [token.text for token in tokens[-4:]]
     last = tokens[-1]
-    if last.kind == "word":
+    is_time = last.text in ("h", "s") and len(tokens) > 3 and texts[2] == "/"  # of km/h
+    if last.kind == "word" or (is_time and tokens[-3].kind == "word" and texts[1] in _UNITS):
         return 1, last.text.casefold()
     if last.text in _CURRENCIES | {"%", "¢"}:
         return 1, last.text

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from hybridflow.agent.journal import Journal, settings_of
+from hybridflow.algorithms.catalog import OF_A_WHOLE_RUN
 from hybridflow.checkpoint.layout import REFERENCE
 from hybridflow.checkpoint.state import encode_tree
 from hybridflow.config import PPOConfig
@@ -36,7 +37,7 @@ from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.episodes.agents import Agents
 from hybridflow.episodes.failures import Failures
 from hybridflow.episodes.pipeline import RolloutPipeline
-from hybridflow.episodes.planning import BASELINES, DEMONSTRATIONS, shows_data
+from hybridflow.episodes.planning import shows_data
 from hybridflow.episodes.rollout_traces import rollout_traces
 from hybridflow.errors import ConfigError, install_extra
 from hybridflow.observability.progress import progress
@@ -121,10 +122,6 @@ WEIGHTS_ONLY = CheckpointContentsConfig(save_contents=["model"], load_contents=[
 """Contents of the checkpoint of a reference that moves: it has no optimizer, but its weights are needed to go
 on to the bit.
 """
-
-
-OF_A_WHOLE_RUN = ("values", "process_rewards", BASELINES, DEMONSTRATIONS)
-"""Columns that an estimator for the rows of some data sources cannot read."""
 
 
 @contextmanager

@@ -11,6 +11,7 @@ from pathlib import Path
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import RolloutConfig
 from hybridflow.config.layout import JUDGE, ROLE_KEYS, engine_keys
+from hybridflow.config.megatron import STRATEGIES
 from hybridflow.config.model import OptimConfig
 from hybridflow.config.needs import (
     has_divergence,
@@ -19,6 +20,7 @@ from hybridflow.config.needs import (
     tells_top_outcomes,
     wants_full_kl,
 )
+from hybridflow.config.tree import get_value
 from hybridflow.controller import RankInfo, WorkerHost
 from hybridflow.data.tokenizer import Tokenizer, load_tokenizer
 from hybridflow.distributed.device import resolve_device
@@ -308,11 +310,9 @@ class RoleBuilders:
             lora = LoraSettings.from_config(model, seed=trainer.seed)
         arguments = model_arguments(model, self.device)
         layout = sizes(self.config, role, self.process.place.world_size)
-        strategy = "fsdp2"  # of the models that megatron-core does not train
-        if layout.world_size > 1:
-            actors = self.config.actor_rollout_ref.actor.strategy
-            theirs = {"actor": actors, "reference": actors, "critic": self.config.critic.strategy}
-            strategy = theirs.get(role, strategy)
+        strategy = "fsdp2"
+        if role in STRATEGIES and layout.world_size > 1:
+            strategy = get_value(self.config, STRATEGIES[role])
         loaded = (kind, dict(arguments), fsdp.mixed_precision.param_dtype, layout)
         if loaded in self._probed and not model.use_liger:  # of Liger's kernels a probe chooses some
             arguments["probe"] = False

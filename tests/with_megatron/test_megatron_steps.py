@@ -19,6 +19,7 @@ from ranks import Ranks
 
 TENSOR = {"tensor": 2}
 STAGES = {"pipeline": 2}
+PARTS = {"pipeline": 2, "parts": 2}
 EXPERTS = {"experts": 2}
 BOTH = {"tensor": 2, "pipeline": 2}
 SHARED = {"sequence": 2}
@@ -76,6 +77,8 @@ def assert_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> Non
         ("odd vocabulary", TENSOR, True),
         ("llama", STAGES, True),
         ("qwen2", STAGES, False),
+        ("four layers", PARTS, True),
+        ("four layers of experts", PARTS, False),
         ("llama3 rope", {}, False),
         ("qwen3_moe", EXPERTS, False),
         ("qwen3_moe, raw", EXPERTS, True),
@@ -107,6 +110,7 @@ def test_five_steps_in_a_ring(two_ranks: Ranks, tmp_path: Path) -> None:
     [
         ("llama", TENSOR, False),
         ("qwen2", STAGES, True),
+        ("four layers", PARTS, False),
         ("qwen3", SHARED, False),
         ("mixtral", EXPERTS, False),
     ],
@@ -148,6 +152,7 @@ def test_a_head_of_float32_beside_bfloat16(two_ranks: Ranks, tmp_path: Path) -> 
         ("mixtral", EXPERTS),
         ("odd vocabulary", SHARED | TENSOR),
         ("llama", SHARED | STAGES),
+        ("four layers of experts", PARTS | EXPERTS),
         ("qwen3_moe", SHARED | EXPERTS),
     ],
 )
@@ -164,7 +169,13 @@ def test_five_steps_on_four_ranks(
 
 @pytest.mark.parametrize(
     ("family", "sizes"),
-    [("odd vocabulary", TENSOR), ("llama", STAGES), ("qwen3_moe", EXPERTS), ("qwen2", SHARED)],
+    [
+        ("odd vocabulary", TENSOR),
+        ("llama", STAGES),
+        ("four layers", PARTS),
+        ("qwen3_moe", EXPERTS),
+        ("qwen2", SHARED),
+    ],
 )
 def test_a_state_goes_there_and_back(
     two_ranks: Ranks, tmp_path: Path, family: str, sizes: dict[str, int]
@@ -180,7 +191,8 @@ def test_a_state_goes_there_and_back(
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes"), [("odd vocabulary", TENSOR), ("llama", STAGES), ("qwen3_moe", EXPERTS)]
+    ("family", "sizes"),
+    [("odd vocabulary", TENSOR), ("llama", STAGES), ("four layers", PARTS), ("qwen3_moe", EXPERTS)],
 )
 def test_weights_come_out_as_they_went_in(
     two_ranks: Ranks, tmp_path: Path, family: str, sizes: dict[str, int]

@@ -59,7 +59,7 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
 def model(folder: Path, experts: int, layers: int) -> Path:
     """A model whose heads two ranks share."""
     return create_tiny_model(
-        folder / f"{layers} layers, {experts} experts",
+        folder / f"{layers} layers and {experts} experts",
         hidden=32,
         layers=layers,
         heads=4,

@@ -11,10 +11,12 @@ from typing import Any
 import pytest
 import torch
 from engine_zoo import training_rows
-from megatron_runs import Setting, padding, read_and_export, resume, save, save_model, train
+from megatron_runs import FAMILIES, Setting, padding, read_and_export, resume, save, save_model, train
 from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification
 
+from hybridflow.distributed.layout import ParallelLayout
+from hybridflow.errors import ModelError
 from ranks import Ranks
 
 TENSOR = {"tensor": 2}
@@ -36,6 +38,18 @@ def fresh(ranks: Ranks) -> Iterator[None]:
 def test_the_padding_is_a_token_of_the_rows() -> None:
     rows = training_rows()
     assert (rows.batch["input_ids"][rows.batch["attention_mask"].bool()] == padding()).any()
+
+
+def test_layers_that_the_parts_of_stages_cannot_share() -> None:
+    from hybridflow.engines.megatron.network import check_family
+
+    config = FAMILIES["four layers"]()
+    layout = ParallelLayout.from_keys(2, pipeline=2)
+    check_family(config, layout, 2)
+    config.num_hidden_layers = 6
+    said = "pipeline_parallel_size=2 × virtual_pipeline_parallel_size=2 does not divide its 6 layers"
+    with pytest.raises(ModelError, match=said):
+        check_family(config, layout, 2)
 
 
 def assert_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:

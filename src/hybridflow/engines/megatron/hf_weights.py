@@ -105,7 +105,7 @@ class HFWeights:
         self._model = model
         self._mesh = mesh
         self._config: TransformerConfig = parts[0].config
-        self._num_parts = len(parts)
+        self._at_ends = {name.partition(".")[2]: name for name in self.parameters}  # but for layers
         self._layers = {
             layer.layer_number - 1: f"{number}.decoder.layers.{place}."
             for number, part in enumerate(parts)
@@ -149,23 +149,19 @@ class HFWeights:
                 return _absent(shape)
             found = self._in_layer(layer[2], self._layers[int(layer[1])], shape)
         else:
-            last = self._num_parts - 1
             # the last of several stages has tied embeddings as its head
             sources = {
-                "model.embed_tokens.weight": [
-                    "0.embedding.word_embeddings.weight",
-                    f"{last}.output_layer.weight",
-                ],
-                "lm_head.weight": [f"{last}.output_layer.weight"],
-                "model.norm.weight": [f"{last}.decoder.final_layernorm.weight"],
-                "head.weight": [f"{last}.value_head.weight"],
-                "head.bias": [f"{last}.value_head.bias"],
+                "model.embed_tokens.weight": ["embedding.word_embeddings.weight", "output_layer.weight"],
+                "lm_head.weight": ["output_layer.weight"],
+                "model.norm.weight": ["decoder.final_layernorm.weight"],
+                "head.weight": ["value_head.weight"],
+                "head.bias": ["value_head.bias"],
             }.get(file_name)
             if sources is None:
                 raise self._misfit(f"has a parameter {file_name} that its layers lack")
             if file_name == "model.embed_tokens.weight" and not self._model.config.tie_word_embeddings:
                 sources.pop()
-            source = next((each for each in sources if each in self.parameters), None)
+            source = next((self._at_ends[each] for each in sources if each in self._at_ends), None)
             if source is None:
                 return _absent(shape)
             if len(shape) == 1 or file_name == "head.weight":

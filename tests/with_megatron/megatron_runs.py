@@ -67,6 +67,10 @@ FAMILIES: dict[str, Any] = {
     "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=True),
     "qwen3_moe": lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS, norm_topk_prob=True),
     "qwen3_moe, raw": lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS, norm_topk_prob=False),
+    "four layers": lambda: LlamaConfig(
+        **SHAPE | {"num_hidden_layers": 4}, tie_word_embeddings=True, pad_token_id=padding()
+    ),
+    "four layers of experts": lambda: Qwen3MoeConfig(**SHAPE | {"num_hidden_layers": 4}, **EXPERTS),
     "mixtral": lambda: MixtralConfig(**SHAPE, num_local_experts=4, num_experts_per_tok=2),
 }
 
@@ -83,6 +87,7 @@ class Setting:
     folder: str
     strategy: str = "megatron"
     sizes: dict[str, int] = field(default_factory=dict)
+    """Sizes of the layout, and the number of `parts` of each stage."""
     recompute: bool = False
     context: Literal["ulysses", "ring"] = "ulysses"
     kind: Literal["policy", "value"] = "policy"
@@ -107,6 +112,8 @@ def save_model(folder: Path, family: str, kind: Any = AutoModelForCausalLM) -> s
 
 def build(setting: Setting) -> Any:
     world_size = rank_and_size()[1]
+    sizes = {"parts": 1} | setting.sizes
+    parts = sizes.pop("parts")
     return build_engine(
         setting.kind,
         {
@@ -119,8 +126,8 @@ def build(setting: Setting) -> Any:
         name="actor",
         optim=setting.optim,
         grad_clip=0.5,
-        fsdp=FSDPConfig(context_parallel=setting.context),
-        layout=ParallelLayout.from_keys(world_size, **setting.sizes),
+        fsdp=FSDPConfig(context_parallel=setting.context, virtual_pipeline_parallel_size=parts),
+        layout=ParallelLayout.from_keys(world_size, **sizes),
         strategy=setting.strategy,
     )
 

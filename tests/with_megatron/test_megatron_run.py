@@ -26,6 +26,7 @@ class Layout:
     sizes: tuple[str, ...]
     """Keys below a role, which all roles share."""
     processes: int = 2
+    layers: int = 2
     experts: int = 0
     critic: bool = False
 
@@ -36,10 +37,12 @@ class Layout:
 
 
 TENSOR = "fsdp_config.tensor_parallel_size=2"
+PARTS = "fsdp_config.virtual_pipeline_parallel_size=2"
 STAGES = "fsdp_config.pipeline_parallel_size=2"
 LAYOUTS = {
     "slices": Layout((TENSOR,)),
     "stages": Layout((STAGES,)),
+    "parts of stages": Layout((STAGES, PARTS), layers=4),
     "parts of rows": Layout(("ulysses_sequence_parallel_size=2",)),
     "parts of experts": Layout(("fsdp_config.expert_parallel_size=2",), experts=4),
     "slices of stages": Layout((TENSOR, STAGES), processes=4),
@@ -53,12 +56,12 @@ def inputs(tmp_path_factory: pytest.TempPathFactory) -> Inputs:
 
 
 @cache
-def model(folder: Path, experts: int) -> Path:
+def model(folder: Path, experts: int, layers: int) -> Path:
     """A model whose heads two ranks share."""
     return create_tiny_model(
-        folder / f"{experts} experts",
+        folder / f"{layers} layers and {experts} experts",
         hidden=32,
-        layers=2,
+        layers=layers,
         heads=4,
         kv_heads=2,
         intermediate=64,
@@ -99,7 +102,7 @@ def test_runs(inputs: Inputs, tmp_path: Path, name: str) -> None:
         words = small_run(
             inputs,
             tmp_path / run_name,
-            f"actor_rollout_ref.model.path={model(inputs.model.parent, layout.experts)}",
+            f"actor_rollout_ref.model.path={model(inputs.model.parent, layout.experts, layout.layers)}",
             f"algorithm.adv_estimator={'gae' if layout.critic else 'grpo'}",
             f"{ACTOR}.use_kl_loss=true",
             "actor_rollout_ref.rollout.exact=false",
@@ -145,7 +148,7 @@ def test_supervised(inputs: Inputs, tmp_path: Path) -> None:
     ):
         words = (
             f"data.train_files={file}",
-            f"model.path={model(inputs.model.parent, 0)}",
+            f"model.path={model(inputs.model.parent, 0, 2)}",
             "model.enable_gradient_checkpointing=false",
             "data.train_batch_size=4",
             "optim.lr=1e-3",

@@ -11,14 +11,17 @@ from typing import Any
 import pytest
 import torch
 from engine_zoo import training_rows
-from megatron_runs import Setting, padding, read_and_export, resume, save, save_model, train
+from megatron_runs import FAMILIES, Setting, padding, read_and_export, resume, save, save_model, train
 from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification
 
+from hybridflow.distributed.layout import ParallelLayout
+from hybridflow.errors import ModelError
 from ranks import Ranks
 
 TENSOR = {"tensor": 2}
 STAGES = {"pipeline": 2}
+PARTS = {"pipeline": 2, "parts": 2}
 EXPERTS = {"experts": 2}
 BOTH = {"tensor": 2, "pipeline": 2}
 SHARED = {"sequence": 2}
@@ -35,6 +38,18 @@ def fresh(ranks: Ranks) -> Iterator[None]:
 def test_the_padding_is_a_token_of_the_rows() -> None:
     rows = training_rows()
     assert (rows.batch["input_ids"][rows.batch["attention_mask"].bool()] == padding()).any()
+
+
+def test_layers_that_the_parts_of_stages_cannot_share() -> None:
+    from hybridflow.engines.megatron.network import check_family
+
+    config = FAMILIES["four layers"]()
+    layout = ParallelLayout.from_keys(2, pipeline=2)
+    check_family(config, layout, 2)
+    config.num_hidden_layers = 6
+    said = "pipeline_parallel_size=2 × virtual_pipeline_parallel_size=2 does not divide its 6 layers"
+    with pytest.raises(ModelError, match=said):
+        check_family(config, layout, 2)
 
 
 def assert_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> None:
@@ -76,6 +91,8 @@ def assert_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> Non
         ("odd vocabulary", TENSOR, True),
         ("llama", STAGES, True),
         ("qwen2", STAGES, False),
+        ("four layers", PARTS, True),
+        ("four layers of experts", PARTS, False),
         ("llama3 rope", {}, False),
         ("qwen3_moe", EXPERTS, False),
         ("qwen3_moe, raw", EXPERTS, True),
@@ -107,6 +124,7 @@ def test_five_steps_in_a_ring(two_ranks: Ranks, tmp_path: Path) -> None:
     [
         ("llama", TENSOR, False),
         ("qwen2", STAGES, True),
+        ("four layers", PARTS, False),
         ("qwen3", SHARED, False),
         ("mixtral", EXPERTS, False),
     ],
@@ -148,6 +166,7 @@ def test_a_head_of_float32_beside_bfloat16(two_ranks: Ranks, tmp_path: Path) -> 
         ("mixtral", EXPERTS),
         ("odd vocabulary", SHARED | TENSOR),
         ("llama", SHARED | STAGES),
+        ("four layers of experts", PARTS | EXPERTS),
         ("qwen3_moe", SHARED | EXPERTS),
     ],
 )
@@ -164,7 +183,13 @@ def test_five_steps_on_four_ranks(
 
 @pytest.mark.parametrize(
     ("family", "sizes"),
-    [("odd vocabulary", TENSOR), ("llama", STAGES), ("qwen3_moe", EXPERTS), ("qwen2", SHARED)],
+    [
+        ("odd vocabulary", TENSOR),
+        ("llama", STAGES),
+        ("four layers", PARTS),
+        ("qwen3_moe", EXPERTS),
+        ("qwen2", SHARED),
+    ],
 )
 def test_a_state_goes_there_and_back(
     two_ranks: Ranks, tmp_path: Path, family: str, sizes: dict[str, int]
@@ -180,7 +205,8 @@ def test_a_state_goes_there_and_back(
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes"), [("odd vocabulary", TENSOR), ("llama", STAGES), ("qwen3_moe", EXPERTS)]
+    ("family", "sizes"),
+    [("odd vocabulary", TENSOR), ("llama", STAGES), ("four layers", PARTS), ("qwen3_moe", EXPERTS)],
 )
 def test_weights_come_out_as_they_went_in(
     two_ranks: Ranks, tmp_path: Path, family: str, sizes: dict[str, int]

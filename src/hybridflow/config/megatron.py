@@ -25,9 +25,9 @@ STRATEGIES = {"actor": f"{ACTOR}.strategy", "reference": f"{ACTOR}.strategy", "c
 BLOCKS = {"actor": ACTOR, "reference": REF, "critic": "critic"}
 SIZES = (
     "ulysses_sequence_parallel_size",
-    *(f"fsdp_config.{name}_parallel_size" for name in ("tensor", "pipeline", "expert")),
+    *(f"fsdp_config.{name}_parallel_size" for name in ("tensor", "pipeline", "virtual_pipeline", "expert")),
 )
-"""Keys below a role with the numbers of ranks that megatron-core makes groups of, once in a process."""
+"""Keys below a role with the sizes of megatron-core's layout, which it has one of in a process."""
 UNREAD = ("fsdp_size", "reshard_after_forward", "forward_prefetch", "mixed_precision.reduce_dtype")
 """Keys of the sharding of a role that FSDP2 alone reads."""
 TORCH = "PyTorch's own engine (FSDP2, tensor parallelism, stages by 1F1B)"
@@ -133,8 +133,6 @@ def _of_block(key: str, block: str, fsdp: FSDPConfig) -> Iterator[str]:
         f"{block}.{name}={getattr(fsdp, name)}": bool(getattr(fsdp, name))
         for name in ("param_offload", "optimizer_offload", "offload_policy", "use_torch_compile")
     }
-    parts = fsdp.virtual_pipeline_parallel_size
-    refused[f"{block}.virtual_pipeline_parallel_size={parts}"] = parts > 1
     dtype = fsdp.mixed_precision.param_dtype
     refused[f"{block}.mixed_precision.param_dtype={dtype}"] = dtype not in ("auto", "float32", "bfloat16")
     yield from _refusals(key, refused)

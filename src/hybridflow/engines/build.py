@@ -100,6 +100,7 @@ def build_engine(
     if strategy == "megatron":
         assert kind in ("policy", "value") and mesh is not None, "other models and single ranks are PyTorch's"
         updates["ring"] = fsdp.context_parallel == "ring"
+        updates["parts"] = fsdp.virtual_pipeline_parallel_size
         return _megatron_engine(kind, resolve_dtype(dtype, device), mesh, settings, updates)
     compute_dtypes: dict[str, torch.dtype] = {}
     blocks: list[nn.Module] = []

@@ -104,6 +104,9 @@ class MicroBatchEngine(ABC):
     together; None means a single rank. Without an `optimizer` nothing is trained.
     """
 
+    multiple_of = 1
+    """What the number of micro-batches on each rank is a multiple of, where there are several ranks."""
+
     def __init__(
         self,
         *,
@@ -202,7 +205,7 @@ class MicroBatchEngine(ABC):
         agree = None
         if self.mesh is not None:
             agree = max_over
-        return plan(rows, limits, agree, at_least=at_least)
+        return plan(rows, limits, agree, at_least=at_least, multiple_of=self.multiple_of)
 
     def _measure(self, sums: Accumulated) -> tuple[float, Tensor]:
         """Return the mini-batch's loss and its gradient norm (0-d, on the host), the same on every rank.

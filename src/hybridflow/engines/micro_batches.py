@@ -52,12 +52,12 @@ class MicroBatch:
 
 
 def plan(
-    batch: DataProto, limits: BatchLimits, agree: Agree | None, *, at_least: int = 0
+    batch: DataProto, limits: BatchLimits, agree: Agree | None, *, at_least: int = 0, multiple_of: int = 1
 ) -> list[MicroBatch]:
     """Return the micro-batches of `batch` on the host, at least `at_least` of them.
 
-    With `agree`, all ranks get the same number. Raises ConfigError for a row or group above the limits; every
-    other rank then raises TrainingError, so that none is left waiting.
+    With `agree`, all ranks get the same number, a multiple of `multiple_of`. Raises ConfigError for a row or
+    group above the limits; every other rank then raises TrainingError, so that none is left waiting.
     """
     lengths = batch.batch["attention_mask"].sum(-1).tolist()
     groups: list[int] | None = None  # equal numbers for rows that stay together
@@ -82,6 +82,7 @@ def plan(
             raise failure or TrainingError(
                 "the rows of another rank do not fit its micro-batches; its message says why"
             )
+        count = -(-count // multiple_of) * multiple_of
         bins = split_further(bins, lengths, groups, count)
     found = []
     for indices in bins:

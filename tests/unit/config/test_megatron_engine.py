@@ -14,6 +14,11 @@ PPO = "actor_rollout_ref.actor.strategy=megatron"
 SFT = "engine.strategy=megatron"
 LEARNER = {PPOConfig: PPO, SFTConfig: SFT, DPOConfig: SFT}
 CRITIC = ["critic.strategy=megatron", "algorithm.adv_estimator=gae"]
+REF = "actor_rollout_ref.ref.fsdp_config"
+PARTS = [
+    f"actor_rollout_ref.actor.megatron.{name}pipeline_model_parallel_size=2" for name in ("", "virtual_")
+]
+"""Two parts on each of two stages of the actor, by verl's keys."""
 KL = "actor_rollout_ref.actor.use_kl_loss=true"
 
 
@@ -34,6 +39,8 @@ def test_megatron_core_serves_it() -> None:
     assert config.actor_rollout_ref.rollout.exact is False
     assert any("megatron-core trains" in note for note in notes)
     assert not list(megatron_problems(config))
+    ref = [f"{REF}.pipeline_parallel_size=2", f"{REF}.virtual_pipeline_parallel_size=2"]
+    assert not list(megatron_problems(resolved(PPOConfig, KL, *PARTS, *ref)[0]))
     config, notes = resolved(SFTConfig, "engine.ulysses_sequence_parallel_size=2")
     assert config.engine.strategy == "megatron" and any("megatron-core trains" in note for note in notes)
     assert not list(megatron_problems(config))
@@ -125,9 +132,9 @@ def test_pytorch_serves_it(monkeypatch: pytest.MonkeyPatch) -> None:
         (PPOConfig, [KL, "actor_rollout_ref.ref.fsdp_config.tensor_parallel_size=2"], "make them equal"),
         (PPOConfig, [KL, "actor_rollout_ref.ref.ulysses_sequence_parallel_size=2"], "make them equal"),
         (
-            SFTConfig,
-            ["engine.pipeline_parallel_size=2", "engine.virtual_pipeline_parallel_size=2"],
-            "engine.virtual_pipeline_parallel_size=2",
+            PPOConfig,
+            [KL, f"{REF}.pipeline_parallel_size=2", *PARTS],
+            f"{REF}.virtual_pipeline_parallel_size=1",
         ),
         (SFTConfig, ["model.dtype=float64"], "model.dtype=float64"),
         (PPOConfig, [*CRITIC, "critic.model.lora_rank=4"], "critic.model.lora_rank=4"),

@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import fields
-from functools import partial
+from itertools import tee
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.pipeline_parallel import get_forward_backward_func
+from megatron.core.utils import get_attr_wrapped_model
 from torch import Tensor, nn
 
 from hybridflow.config.model import OptimConfig
@@ -56,12 +57,19 @@ _sizes: dict[str, int] = {}
 """The parallel sizes that megatron-core has made its groups for, in this process; it has one of each."""
 
 
-def join_groups(layout: ParallelLayout, device: torch.device) -> None:
-    """Make megatron-core's process groups for `layout`, which all models of a process share.
+def join_groups(layout: ParallelLayout, parts: int, device: torch.device) -> None:
+    """Make megatron-core's process groups for `layout` with `parts` of each stage, which all models of a
+    process share.
 
     All ranks call it together. Raises ModelError for a second layout.
     """
-    sizes = {"tensor": layout.tp, "pipeline": layout.pp, "sequence": layout.cp, "expert": layout.ep}
+    sizes = {
+        "tensor": layout.tp,
+        "pipeline": layout.pp,
+        "virtual pipeline": parts,
+        "sequence": layout.cp,
+        "expert": layout.ep,
+    }
     if device.type == "cpu":
         on_cpu.speak_of_the_cpu()
     if parallel_state.model_parallel_is_initialized():
@@ -75,6 +83,7 @@ def join_groups(layout: ParallelLayout, device: torch.device) -> None:
     parallel_state.initialize_model_parallel(
         tensor_model_parallel_size=layout.tp,
         pipeline_model_parallel_size=layout.pp,
+        virtual_pipeline_model_parallel_size=parts if parts > 1 else None,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
         expert_tensor_parallel_size=1,
@@ -87,8 +96,8 @@ class MegatronEngine(MicroBatchEngine):
     """A `TrainEngine` whose model is a stage of megatron-core's decoder.
 
     `meta` is the policy or value model on the meta device and the files of its weights; the layout is that of
-    `mesh`. Ranks that share rows attend in a ring, or else by heads. The others are those of
-    `MicroBatchEngine`. All ranks build it together.
+    `mesh`, with `parts` of the model on each stage. Ranks that share rows attend in a ring, or else by heads.
+    The others are those of `MicroBatchEngine`. All ranks build it together.
     """
 
     def __init__(
@@ -100,30 +109,39 @@ class MegatronEngine(MicroBatchEngine):
         optim: OptimConfig | None,
         recompute: bool,
         ring: bool,
+        parts: int,
         **settings: Any,
     ) -> None:
-        check_family(meta.config, mesh.layout)
-        join_groups(mesh.layout, device)
+        check_family(meta.config, mesh.layout, parts)
+        join_groups(mesh.layout, parts, device)
         self.module = meta.module
         if isinstance(self.module, PolicyModel):
             self.module.is_sharded = True
         self.module.column = mesh.column
-        self.network = build_network(meta.module, mesh.layout, meta.dtype, device, recompute=recompute)
+        self.parts = [
+            build_network(
+                meta.module, mesh.layout, meta.dtype, device, recompute=recompute, part=part, parts=parts
+            )
+            for part in range(parts)
+        ]
+        if parts > 1:  # in its interleaved schedule micro-batches go round in groups as large as the stages
+            self.multiple_of = mesh.layout.pp
         self.dtype = meta.dtype
         self.ring = ring
-        self.weights = HFWeights(self.module, self.network, mesh)
+        self.weights = HFWeights(self.module, self.parts, mesh)
         optimizer: DistributedAdamW | None = None
         if optim is None:
-            self.network.requires_grad_(False)
+            for part in self.parts:
+                part.requires_grad_(False)
             self._load_files(meta)
         else:
             settings_of_ddp = DistributedDataParallelConfig(
                 use_distributed_optimizer=True, grad_reduce_in_fp32=True
             )
-            ddp = DistributedDataParallel(self.network.config, settings_of_ddp, self.network)
+            ddps = [DistributedDataParallel(part.config, settings_of_ddp, part) for part in self.parts]
             self._load_files(meta)
-            optimizer = DistributedAdamW(ddp, optim, meta.dtype)
-            self.network.config.finalize_model_grads_func = partial(_finalize, ddp)
+            optimizer = DistributedAdamW(ddps, optim, meta.dtype)
+            self.parts[0].config.finalize_model_grads_func = _finalize
         super().__init__(mesh=mesh, device=device, optim=optim, optimizer=optimizer, **settings)
         self.adamw = optimizer
 
@@ -208,18 +226,20 @@ class MegatronEngine(MicroBatchEngine):
             micro = next(moved)
             packed = micro.packed
             cut = sequence_cut(packed, group, self.module.config, self.ring)
-            states = self.network.rows_forward(packed, cut)
+            states = get_attr_wrapped_model(model, "rows_forward")(packed, cut)
 
             def loss(states: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
                 return share_of(self._outputs(states, packed, cut, spec), micro), count, {}
 
             return states, loss
 
-        self.network.train(not forward_only)
+        for part in self.parts:
+            part.train(not forward_only)
+        moved = (micro.on(self.device) for micro in micros)
         get_forward_backward_func()(
             forward_step_func=step,
-            data_iterator=(micro.on(self.device) for micro in micros),
-            model=[self.network if self.adamw is None else self.adamw.ddp],
+            data_iterator=list(tee(moved, len(self.parts))),
+            model=self.parts if self.adamw is None else self.adamw.ddps,
             num_microbatches=len(micros),
             seq_length=1,  # lengths vary: stages tell each other shapes
             micro_batch_size=1,
@@ -248,12 +268,12 @@ class MegatronEngine(MicroBatchEngine):
         if cut is not None:
             chosen = cut.deal(chosen)
         if isinstance(self.module, ValueModel):
-            head = self.network.value_head
+            head = self.parts[-1].value_head
             values: Tensor = head(chosen.to(head.weight.dtype))[:, 0]
             if cut is not None:
                 (values,) = cut.gather([values])
             return {"values": values}
-        weight = self.network.head_weight
+        weight = self.parts[-1].head_weight
         if self.layout.tp > 1:
             first = parallel_state.get_tensor_model_parallel_rank() * len(weight)
             count = max(0, min(len(weight), self.vocabulary - first))
@@ -421,6 +441,6 @@ class MegatronEngine(MicroBatchEngine):
                 yield name, piece_for(like, saved[name])
 
 
-def _finalize(ddp: DistributedDataParallel, model: Any, num_tokens: Any, **others: Any) -> None:
+def _finalize(ddps: list[DistributedDataParallel], num_tokens: Any, **others: Any) -> None:
     """Complete the gradients over all ranks; shares of the loss are normalised, so nothing is divided."""
-    finalize_model_grads([ddp], None, **others)
+    finalize_model_grads(ddps, None, **others)

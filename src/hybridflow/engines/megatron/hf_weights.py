@@ -93,18 +93,24 @@ class StagePiece:
 
 
 class HFWeights:
-    """The pieces of all parameters of `model`, a module on the meta device, in the stage of this rank.
+    """The pieces of all parameters of `model`, a module on the meta device, in the stage of this rank, whose
+    parts are numbered.
 
     Raises ModelError for a parameter that has no place in megatron-core's layers, and for one of theirs that
     the model does not have.
     """
 
-    def __init__(self, model: PolicyModel | ValueModel, network: Network, mesh: EngineMesh) -> None:
-        self.parameters: dict[str, nn.Parameter] = dict(network.named_parameters())
+    def __init__(self, model: PolicyModel | ValueModel, parts: list[Network], mesh: EngineMesh) -> None:
+        self.parameters: dict[str, nn.Parameter] = dict(nn.ModuleList(parts).named_parameters())
         self._model = model
         self._mesh = mesh
-        self._config: TransformerConfig = network.config
-        self._layers = [layer.layer_number - 1 for layer in network.decoder.layers]
+        self._config: TransformerConfig = parts[0].config
+        self._at_ends = {name.partition(".")[2]: name for name in self.parameters}  # but for layers
+        self._layers = {
+            layer.layer_number - 1: f"{number}.decoder.layers.{place}."
+            for number, part in enumerate(parts)
+            for place, layer in enumerate(part.decoder.layers)
+        }
         self.pieces = {
             name: self._piece(name, tuple(parameter.shape)) for name, parameter in model.named_parameters()
         }
@@ -141,7 +147,7 @@ class HFWeights:
         if layer is not None:
             if int(layer[1]) not in self._layers:
                 return _absent(shape)
-            found = self._in_layer(layer[2], f"decoder.layers.{self._layers.index(int(layer[1]))}.", shape)
+            found = self._in_layer(layer[2], self._layers[int(layer[1])], shape)
         else:
             # the last of several stages has tied embeddings as its head
             sources = {
@@ -155,7 +161,7 @@ class HFWeights:
                 raise self._misfit(f"has a parameter {file_name} that its layers lack")
             if file_name == "model.embed_tokens.weight" and not self._model.config.tie_word_embeddings:
                 sources.pop()
-            source = next((each for each in sources if each in self.parameters), None)
+            source = next((self._at_ends[each] for each in sources if each in self._at_ends), None)
             if source is None:
                 return _absent(shape)
             if len(shape) == 1 or file_name == "head.weight":

@@ -1,6 +1,6 @@
 """A decoder of megatron-core for a Hugging Face configuration, with our attention over packed rows.
 
-    packed rows ──► this rank's P tokens ──► embeddings ──► layers of this stage ──► states [P, 1, H]
+    packed rows ──► this rank's P tokens ──► embeddings ──► layers of this part ──► states [P, 1, H]
 
 megatron-core's own layers without Transformer Engine know no packed rows, and no ranks that share them. So
 two parts are ours: the core attention, which is the one of all engines (`models/attention/layouts.py`, and
@@ -96,16 +96,16 @@ class RowAngles(nn.Module):
 
 
 class Network(GPTModel):  # type: ignore[misc]
-    """The stage of a decoder that this rank holds; the last one gives states in the place of logits."""
+    """A part of this rank's stage of a decoder; the last one gives states in the place of logits."""
 
     value_head: nn.Linear
-    """The head of a value model, on the last stage."""
+    """The head of a value model, in the last part."""
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return hidden_states
 
     def rows_forward(self, packed: PackedBatch, cut: SequenceCut | None) -> Tensor:
-        """Return the states [P, 1, H] after this stage, of all tokens of packed rows on its device, or of
+        """Return the states [P, 1, H] after this part, of all tokens of packed rows on its device, or of
         this rank's part under a cut.
         """
         tokens = packed.input_ids
@@ -126,12 +126,12 @@ class Network(GPTModel):  # type: ignore[misc]
         return weight
 
 
-def check_family(config: Any, layout: ParallelLayout) -> None:
+def check_family(config: Any, layout: ParallelLayout, parts: int) -> None:
     """Raise ModelError for a model or a layout that megatron-core does not serve here."""
     kind = config.model_type
     why = [f"only {', '.join(FAMILIES)} are mapped"]
     if kind in FAMILIES:
-        why = [*_odd_parts(config), *_odd_sizes(config, layout)]
+        why = [*_odd_parts(config), *_odd_sizes(config, layout, parts)]
     if why:
         raise ModelError(
             f"strategy=megatron does not serve this model of model_type {kind!r}: {'; '.join(why)}. {WAY_OUT}"
@@ -154,7 +154,7 @@ def _odd_parts(config: Any) -> Iterator[str]:
         yield f"its activation is {config.hidden_act}, and silu is served"
 
 
-def _odd_sizes(config: Any, layout: ParallelLayout) -> Iterator[str]:
+def _odd_sizes(config: Any, layout: ParallelLayout, parts: int) -> Iterator[str]:
     """Yield which sizes of the layout do not fit the model."""
     experts = num_experts(config)
     if config.num_attention_heads % layout.tp or config.num_key_value_heads % layout.tp:
@@ -162,8 +162,11 @@ def _odd_sizes(config: Any, layout: ParallelLayout) -> Iterator[str]:
             f"tensor_parallel_size={layout.tp} does not divide both its {config.num_attention_heads} heads "
             f"and its {config.num_key_value_heads} key-value heads"
         )
-    if config.num_hidden_layers % layout.pp:
-        yield f"pipeline_parallel_size={layout.pp} does not divide its {config.num_hidden_layers} layers"
+    if config.num_hidden_layers % (layout.pp * parts):
+        times = f" × virtual_pipeline_parallel_size={parts}" if parts > 1 else ""
+        yield (
+            f"pipeline_parallel_size={layout.pp}{times} does not divide its {config.num_hidden_layers} layers"
+        )
     if layout.ep > 1 and (not experts or experts % layout.ep):
         yield f"expert_parallel_size={layout.ep} does not divide its {experts} experts"
     if layout.tp > 1 and experts:
@@ -174,7 +177,7 @@ def _odd_sizes(config: Any, layout: ParallelLayout) -> Iterator[str]:
 
 
 def transformer_config(
-    config: Any, layout: ParallelLayout, dtype: torch.dtype, *, recompute: bool
+    config: Any, layout: ParallelLayout, dtype: torch.dtype, *, recompute: bool, parts: int
 ) -> TransformerConfig:
     """Return megatron-core's configuration of a model that `check_family` has passed."""
     experts = num_experts(config) or None
@@ -197,6 +200,9 @@ def transformer_config(
         }
     if layout.pp > 1:
         settings |= {"pipeline_dtype": dtype, "variable_seq_lengths": True, "batch_p2p_comm": False}
+    if parts > 1:
+        # two stages send to each other both ways: states and gradients apart, or their shapes are mixed up
+        settings |= {"virtual_pipeline_model_parallel_size": parts, "overlap_p2p_comm": True}
     return TransformerConfig(
         num_layers=config.num_hidden_layers,
         hidden_size=config.hidden_size,
@@ -242,13 +248,15 @@ def build_network(
     device: torch.device,
     *,
     recompute: bool,
+    part: int,
+    parts: int,
 ) -> Network:
-    """Return this rank's stage with unwritten memory for its weights; all ranks call it together."""
+    """Return a part of this rank's stage, with unwritten weights; all ranks call it together."""
     config: Any = model.config
     backbone: Any = model.text
     table: Any = backbone.get_input_embeddings()
     is_policy = isinstance(model, PolicyModel)
-    settings = transformer_config(config, layout, dtype, recompute=recompute)
+    settings = transformer_config(config, layout, dtype, recompute=recompute, parts=parts)
     spec = get_gpt_layer_local_spec(
         num_experts=settings.num_moe_experts,
         qk_layernorm=settings.qk_layernorm,
@@ -260,10 +268,11 @@ def build_network(
         transformer_layer_spec=spec,
         vocab_size=-(-table.weight.shape[0] // layout.tp) * layout.tp,
         max_sequence_length=config.max_position_embeddings,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
+        pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=part),
+        post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=part),
         share_embeddings_and_output_weights=is_policy and bool(config.tie_word_embeddings),
         position_embedding_type="rope",
+        vp_stage=part,
     )
     network.rotary_pos_emb = RowAngles(backbone.rotary_emb.inv_freq)
     if not is_policy and network.post_process:

@@ -21,10 +21,10 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class DistributedAdamW:
-    """The optimizer of the stage that `ddp` wraps; all ranks make it, and make every call, together."""
+    """The optimizer of the stage whose parts `ddps` wrap; all ranks make it and every call together."""
 
-    def __init__(self, ddp: DistributedDataParallel, config: OptimConfig, dtype: torch.dtype) -> None:
-        self.ddp = ddp
+    def __init__(self, ddps: list[DistributedDataParallel], config: OptimConfig, dtype: torch.dtype) -> None:
+        self.ddps = ddps
         self.inner = get_megatron_optimizer(
             OptimizerConfig(
                 lr=config.lr,
@@ -37,12 +37,14 @@ class DistributedAdamW:
                 use_distributed_optimizer=True,
                 clip_grad=0.0,
             ),
-            [ddp],
+            ddps,
             use_gloo_process_groups=False,
         )
         for group in self.inner.param_groups:  # megatron-core leaves this to its scheduler
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
-        self.parameters: dict[str, nn.Parameter] = dict(ddp.module.named_parameters())
+        self.parameters: dict[str, nn.Parameter] = dict(
+            nn.ModuleList([ddp.module for ddp in ddps]).named_parameters()
+        )
         # experts, whose gradients other ranks reduce, have an optimizer of their own, the second one
         self._part_of = {
             parameter: self.inner.chained_optimizers[0 if getattr(parameter, "allreduce", True) else 1]
@@ -62,7 +64,8 @@ class DistributedAdamW:
 
     def zero_grad(self) -> None:
         """Drop all gradients."""
-        self.ddp.zero_grad_buffer()
+        for ddp in self.ddps:
+            ddp.zero_grad_buffer()
         self.inner.zero_grad()
 
     def gradient_norm(self) -> Tensor:

@@ -206,7 +206,7 @@ class MegatronEngine(MicroBatchEngine):
 
         def step(moved: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Any]:
             micro = next(moved)
-            packed = micro.packed
+            packed = self.network.evened(micro.packed)
             cut = sequence_cut(packed, group, self.module.config, self.ring)
             states = self.network.rows_forward(packed, cut)
 

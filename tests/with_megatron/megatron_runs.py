@@ -66,7 +66,9 @@ FAMILIES: dict[str, Any] = {
     "qwen2": lambda: Qwen2Config(**SHAPE),
     "qwen3": lambda: Qwen3Config(**SHAPE, head_dim=8, tie_word_embeddings=True),
     "qwen3_moe": lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS, norm_topk_prob=True),
-    "qwen3_moe, raw": lambda: Qwen3MoeConfig(**SHAPE, **EXPERTS, norm_topk_prob=False),
+    "qwen3_moe, raw": lambda: Qwen3MoeConfig(
+        **SHAPE, **EXPERTS, norm_topk_prob=False, pad_token_id=padding()
+    ),
     "four layers": lambda: LlamaConfig(
         **SHAPE | {"num_hidden_layers": 4}, tie_word_embeddings=True, pad_token_id=padding()
     ),

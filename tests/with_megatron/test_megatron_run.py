@@ -39,12 +39,14 @@ class Layout:
 TENSOR = "fsdp_config.tensor_parallel_size=2"
 PARTS = "fsdp_config.virtual_pipeline_parallel_size=2"
 STAGES = "fsdp_config.pipeline_parallel_size=2"
+EXPERTS = "fsdp_config.expert_parallel_size=2"
 LAYOUTS = {
     "slices": Layout((TENSOR,)),
     "stages": Layout((STAGES,)),
     "parts of stages": Layout((STAGES, PARTS), layers=4),
     "parts of rows": Layout(("ulysses_sequence_parallel_size=2",)),
-    "parts of experts": Layout(("fsdp_config.expert_parallel_size=2",), experts=4),
+    "parts of experts": Layout((EXPERTS,), experts=4),
+    "slices beside experts": Layout((TENSOR, EXPERTS), experts=4),
     "slices of stages": Layout((TENSOR, STAGES), processes=4),
     "stages, and those of a critic": Layout((STAGES,), critic=True),
 }

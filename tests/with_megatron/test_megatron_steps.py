@@ -99,6 +99,9 @@ def assert_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> Non
         ("mixtral", EXPERTS, False),
         ("odd vocabulary", SHARED, False),
         ("qwen3_moe", SHARED, True),
+        ("qwen3_moe", TENSOR, True),
+        ("qwen3_moe, raw", TENSOR | EXPERTS, False),
+        ("mixtral", TENSOR, False),
     ],
 )
 def test_five_steps_on_two_ranks(
@@ -127,6 +130,7 @@ def test_five_steps_in_a_ring(two_ranks: Ranks, tmp_path: Path) -> None:
         ("four layers", PARTS, False),
         ("qwen3", SHARED, False),
         ("mixtral", EXPERTS, False),
+        ("mixtral", TENSOR | EXPERTS, True),
     ],
 )
 def test_a_value_model(
@@ -167,7 +171,11 @@ def test_a_head_of_float32_beside_bfloat16(two_ranks: Ranks, tmp_path: Path) -> 
         ("odd vocabulary", SHARED | TENSOR),
         ("llama", SHARED | STAGES),
         ("four layers of experts", PARTS | EXPERTS),
+        ("four layers of experts", PARTS | TENSOR | EXPERTS),
         ("qwen3_moe", SHARED | EXPERTS),
+        ("qwen3_moe", BOTH),
+        ("mixtral", TENSOR | {"experts": 4}),
+        ("qwen3_moe, raw", SHARED | TENSOR | EXPERTS),
     ],
 )
 def test_five_steps_on_four_ranks(
@@ -189,6 +197,8 @@ def test_five_steps_on_four_ranks(
         ("four layers", PARTS),
         ("qwen3_moe", EXPERTS),
         ("qwen2", SHARED),
+        ("qwen3_moe", TENSOR),
+        ("mixtral", TENSOR | EXPERTS),
     ],
 )
 def test_a_state_goes_there_and_back(
@@ -206,7 +216,13 @@ def test_a_state_goes_there_and_back(
 
 @pytest.mark.parametrize(
     ("family", "sizes"),
-    [("odd vocabulary", TENSOR), ("llama", STAGES), ("four layers", PARTS), ("qwen3_moe", EXPERTS)],
+    [
+        ("odd vocabulary", TENSOR),
+        ("llama", STAGES),
+        ("four layers", PARTS),
+        ("qwen3_moe", EXPERTS),
+        ("qwen3_moe", TENSOR | EXPERTS),
+    ],
 )
 def test_weights_come_out_as_they_went_in(
     two_ranks: Ranks, tmp_path: Path, family: str, sizes: dict[str, int]

@@ -224,7 +224,7 @@ class MegatronEngine(MicroBatchEngine):
 
         def step(moved: Iterator[MicroBatch], model: nn.Module) -> tuple[Tensor, Any]:
             micro = next(moved)
-            packed = micro.packed
+            packed = self.parts[0].evened(micro.packed)
             cut = sequence_cut(packed, group, self.module.config, self.ring)
             states = get_attr_wrapped_model(model, "rows_forward")(packed, cut)
 

@@ -3,16 +3,19 @@
     packed rows ──► this rank's P tokens ──► embeddings ──► layers of this part ──► states [P, 1, H]
 
 megatron-core's own layers without Transformer Engine know no packed rows, and no ranks that share them. So
-two parts are ours: the core attention, which is the one of all engines (`models/attention/layouts.py`, and
-`models/parallel` where ranks have a part of the tokens each), and the rotary angles, which come from the
-frequencies of the Hugging Face model at the positions within rows. Both get the micro-batch where
-megatron-core hands on `packed_seq_params`, which recomputed layers see again.
+three parts are ours: the core attention, which is the one of all engines (`models/attention/layouts.py`, and
+`models/parallel` where ranks have a part of the tokens each), the rotary angles, which come from the
+frequencies of the Hugging Face model at the positions within rows, and the norms. The first two get the
+micro-batch where megatron-core hands on `packed_seq_params`, which recomputed layers see again.
+
+Where tensor parallelism divides a model with experts, its ranks share the tokens between the layers that it
+cuts (megatron-core's `sequence_parallel`), so that each token goes to its experts once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -20,8 +23,15 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.models.gpt.gpt_model import GPTModel
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
+from megatron.core.tensor_parallel.random import initialize_rng_tracker
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.errors import ModelError
@@ -75,6 +85,15 @@ class PackedAttention(nn.Module):
         return attended.transpose(0, 1).flatten(2)
 
 
+class Norm(nn.RMSNorm):
+    """The norm of layers; megatron-core's own one refuses ranks that share tokens."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float) -> None:
+        super().__init__(hidden_size, eps=eps)
+        # megatron-core then sums its gradients, each of a part of the tokens
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+
+
 class RowAngles(nn.Module):
     """The rotary angles of tokens at their positions within rows, from a Hugging Face model's frequencies."""
 
@@ -102,7 +121,25 @@ class Network(GPTModel):  # type: ignore[misc]
     """The head of a value model, in the last part."""
 
     def _postprocess(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        if self.post_process and self.config.sequence_parallel:
+            # heads leave the whole gradient of the states on every rank, of which each takes its part
+            hidden_states = gather_from_sequence_parallel_region(
+                hidden_states, tensor_parallel_output_grad=False
+            )
         return hidden_states
+
+    def evened(self, packed: PackedBatch) -> PackedBatch:
+        """Return packed rows whose tokens the ranks can share; a row that nothing reads fills them up."""
+        sizes = self.config.tensor_model_parallel_size * self.config.context_parallel_size
+        missing = -packed.num_tokens % sizes
+        if not missing or not self.config.sequence_parallel:
+            return packed
+        return replace(
+            packed,
+            input_ids=pad(packed.input_ids, (0, missing)),
+            position_ids=pad(packed.position_ids, (0, missing)),
+            lengths=(*packed.lengths, missing),
+        )
 
     def rows_forward(self, packed: PackedBatch, cut: SequenceCut | None) -> Tensor:
         """Return the states [P, 1, H] after this part, of all tokens of packed rows on its device, or of
@@ -169,11 +206,6 @@ def _odd_sizes(config: Any, layout: ParallelLayout, parts: int) -> Iterator[str]
         )
     if layout.ep > 1 and (not experts or experts % layout.ep):
         yield f"expert_parallel_size={layout.ep} does not divide its {experts} experts"
-    if layout.tp > 1 and experts:
-        yield (
-            f"tensor_parallel_size={layout.tp} beside experts needs sequence parallelism, which "
-            "megatron-core's norms have with Transformer Engine only"
-        )
 
 
 def transformer_config(
@@ -220,6 +252,7 @@ def transformer_config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tp,
+        sequence_parallel=layout.tp > 1 and experts is not None,
         pipeline_model_parallel_size=layout.pp,
         context_parallel_size=layout.cp,
         expert_model_parallel_size=layout.ep,
@@ -262,10 +295,18 @@ def build_network(
         qk_layernorm=settings.qk_layernorm,
         normalization="RMSNorm",
     )
-    spec.submodules.self_attention.submodules.core_attention = PackedAttention
+    layer = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = Norm
+    attention = layer.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if settings.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    initialize_rng_tracker(inference_rng_tracker=True)  # without dropout no part of a layer draws numbers
     network = Network(
         config=settings,
-        transformer_layer_spec=spec,
+        transformer_layer_spec=TransformerBlockSubmodules(
+            [spec] * get_num_layers_to_build(settings, vp_stage=part), Norm
+        ),
         vocab_size=-(-table.weight.shape[0] // layout.tp) * layout.tp,
         max_sequence_length=config.max_position_embeddings,
         pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=part),
@@ -282,10 +323,22 @@ def build_network(
     padding: int | None = table.padding_idx
     if network.pre_process and padding is not None:
         network.embedding.word_embeddings.register_forward_hook(partial(_keep_padding, padding))
+    if settings.sequence_parallel:
+        for name, parameter in network.named_parameters():
+            if ".experts." in name:
+                # each rank's are of other tokens: ranks of tensor parallelism are among those that sum their
+                # gradients, and the norm counts those of each
+                parameter.allreduce = False
+                set_tensor_model_parallel_attributes(parameter, True, 0, 1)
     network.to(device=device)
     return network
 
 
-def _keep_padding(padding: int, module: nn.Module, inputs: tuple[Tensor], states: Tensor) -> Tensor:
-    """Return embeddings [1, N, H] without a gradient for that of `padding`, which torch never moves."""
-    return torch.where((inputs[0] == padding)[..., None], states.detach(), states)
+def _keep_padding(padding: int, module: Any, inputs: tuple[Tensor], states: Tensor) -> Tensor:
+    """Return embeddings [1, N, H], or this rank's [P, 1, H] where ranks share them, without a gradient for
+    that of `padding`, which torch never moves.
+    """
+    padded = inputs[0] == padding
+    if module.reduce_scatter_embeddings:
+        padded = padded.T.chunk(module.tp_group.size())[module.tp_group.rank()]
+    return torch.where(padded[..., None], states.detach(), states)

@@ -36,8 +36,8 @@ MIN_QUERIES = 8
 KEY_BLOCK = 128
 """Keys whose values are added up in one product; libraries cut longer sums at places that they choose."""
 VALUE_STEP = 16
-"""Multiple of the length of values in their sum: where rows of a result begin at odd places in memory, as with
-values of 10 numbers, a row's bits depend on which row it is (AMD, AVX2).
+"""Multiple to which the length of values is padded: where rows of a result begin at odd places in memory, as
+with values of 10 numbers, a row's bits depend on which row it is (AMD, AVX2).
 """
 THRIFTY_KEYS = 32
 TRIED_ROWS = (1, 32, 64, 128, 192, 320)

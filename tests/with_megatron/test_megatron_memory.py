@@ -21,7 +21,7 @@ def held(rank: int, setting: Setting) -> list[int]:
     """The bytes of a rank after a step."""
     engine = build(setting)
     go(engine, 1)
-    parameters = list(engine.network.parameters())
+    parameters = [each for part in engine.parts for each in part.parameters()]
     masters = engine.adamw._masters.items()
     states = [entry for part in engine.adamw._inners for entry in part.state.values()]
     return [

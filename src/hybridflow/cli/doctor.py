@@ -565,6 +565,7 @@ PARTS = (
     ("ModelScope", "modelscope", "remote"),
 )
 """Optional parts: the module that shows that one is installed, and the extra that has it."""
+MEGATRON = "pip install --no-deps megatron-core; without it PyTorch's own engine trains, in the same layouts"
 
 
 def _parts(facts: Facts) -> Section:
@@ -572,7 +573,8 @@ def _parts(facts: Facts) -> Section:
     for name, module, extra in PARTS:
         version = _version(module)
         rows.append((name, version or "no", "" if version else f"pip install 'hybridflow[{extra}]'"))
-    rows.append(("training by Megatron", "no", "not in this version"))
+    megatron = _version("megatron") and _version("megatron.core")
+    rows.append(("megatron-core (strategy=megatron)", megatron or "no", "" if megatron else MEGATRON))
     return "Optional parts", ("optional part", "there", "to have it"), rows
 
 

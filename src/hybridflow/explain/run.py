@@ -68,6 +68,9 @@ def _layers(engine: RoleEngine, role: str) -> list[str]:
     parts = layout.pp * engine.fsdp.virtual_pipeline_parallel_size
     is_value = role in ("critic", "reward_model")
     ranges = layers_of_parts(engine.model, parts, is_value=is_value)
+    if engine.strategy == "megatron":  # which gives each part as many
+        each = sum(map(len, ranges)) // parts
+        ranges = [range(part * each, (part + 1) * each) for part in range(parts)]
     words = []
     for stage in range(layout.pp):
         some = [

@@ -255,6 +255,18 @@ def test_the_first_line_says_whether_there_is_anything_to_mend(
     assert ("set it" in shown) == bool(found)
 
 
+@pytest.mark.parametrize("version", ["0.16.1", None])
+def test_megatron_core_is_told_and_what_trains_without_it(
+    monkeypatch: pytest.MonkeyPatch, version: str | None
+) -> None:
+    monkeypatch.setattr(doctor, "_version", lambda _: version)
+    *_, (name, there, way) = doctor._parts(SimpleNamespace())[2]  # type: ignore[arg-type]
+    assert name == "megatron-core (strategy=megatron)" and there == (version or "no")
+    assert way.startswith("" if version else "pip install --no-deps megatron-core") and bool(way) != bool(
+        version
+    )
+
+
 @pytest.mark.usefixtures("well")
 def test_a_check_that_breaks_is_a_line_and_the_rest_is_told(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

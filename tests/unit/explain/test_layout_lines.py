@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,6 +34,18 @@ def test_stages_of_shards(model: ModelConfig) -> None:
         "actor rank 2: stage 2 of 2, shard 1 of 2: rows of part 1 of 2; layer 1, last norm and head",
         "actor rank 3: stage 2 of 2, shard 2 of 2: rows of part 2 of 2; layer 1, last norm and head",
     ]
+
+
+def test_megatron_core_gives_each_stage_as_many_layers(tmp_path: Path) -> None:
+    sizes = {"hidden": 8, "intermediate": 8, "heads": 1, "kv_heads": 1, "layers": 8}
+    model = ModelConfig(path=str(create_tiny_model(tmp_path / "deep", **sizes)))
+    engine = RoleEngine("actor", ParallelLayout(pp=4), FSDPConfig(), model)
+    ends = [
+        line[-1].partition("; ")[2]
+        for each in (engine, replace(engine, strategy="megatron"))
+        for line in layout_lines(each, "actor")
+    ]
+    assert ends[3::4] == ["layer 7, last norm and head", "layers 6 to 7, last norm and head"]
 
 
 def test_slices_share_rows_and_copies_do_not(model: ModelConfig) -> None:

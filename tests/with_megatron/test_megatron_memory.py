@@ -8,7 +8,6 @@ from megatron_runs import Setting, build, go, save_model
 
 from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.distributed.layout import ParallelLayout
-from hybridflow.engines.megatron.optimizer import MOMENTS
 from hybridflow.models.files.size import size_of
 from hybridflow.planner.memory import RoleEngine, engine_needs
 from hybridflow.planner.model_shape import load_shape
@@ -19,6 +18,8 @@ LABELS = ("weights", "gradients", "float32 masters", "Adam moments")
 
 def held(rank: int, setting: Setting) -> list[int]:
     """The bytes of a rank after a step."""
+    from hybridflow.engines.megatron.optimizer import MOMENTS
+
     engine = build(setting)
     go(engine, 1)
     parameters = [each for part in engine.parts for each in part.parameters()]

@@ -47,7 +47,7 @@ class Watchdog:
         self._processes = processes
         self._heartbeat_timeout = heartbeat_timeout
         self._report_every = report_every
-        self._grace = min(5.0, heartbeat_timeout / 2)  # for the other ranks, once one has failed
+        self._grace = min(15.0, heartbeat_timeout / 2)  # for the other ranks, once one has failed
         self._ping_every = min(2.0, heartbeat_timeout / 4)
         self._running: list[Running] = []
         self._broken: Exception | None = None

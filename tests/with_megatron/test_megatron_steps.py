@@ -91,6 +91,7 @@ def assert_same(ours: list[dict[str, Any]], theirs: list[dict[str, Any]]) -> Non
         ("odd vocabulary", TENSOR, True),
         ("llama", STAGES, True),
         ("qwen2", STAGES, False),
+        ("qwen2", TENSOR, False),
         ("four layers", PARTS, True),
         ("four layers of experts", PARTS, False),
         ("llama3 rope", {}, False),

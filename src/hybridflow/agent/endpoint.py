@@ -311,10 +311,10 @@ class Recording:
                 break
             num_read = sum(len(_places(message)) for message in messages[:length])
             files = pictures.files[num_read:]
-            return picture_prompt("messages", [*after, *given], files, self.model, answered.prompt)
+            return picture_prompt("messages", [*after, *given], files, self.model, check, answered.prompt)
         with template_errors_refused():
             ids = [*self._endpoint.template.begin(messages, tools), *given]
-        return picture_prompt("messages", ids, pictures.files, self.model)
+        return picture_prompt("messages", ids, pictures.files, self.model, check)
 
     def _under_the_run(self, body: BodyT, **changes: Any) -> BodyT:
         """Return a request without the fields that the run decides, and warn of those that it set."""

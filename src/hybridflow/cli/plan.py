@@ -70,6 +70,7 @@ def plan_run(options: argparse.Namespace) -> int:
 
     from hybridflow.config import PPOConfig
     from hybridflow.config.convert import raise_all
+    from hybridflow.config.layout import pool_sizes
     from hybridflow.config.load import load_config, prepare_config
     from hybridflow.config.megatron import STRATEGIES, megatron_problems
     from hybridflow.config.tree import get_value, with_values
@@ -93,8 +94,11 @@ def plan_run(options: argparse.Namespace) -> int:
         ).config
         # megatron-core need not be on the machine that plans
         asked = load_config(PPOConfig, every, recipe=options.recipe).config
-        config = with_values(config, {key: get_value(asked, key) for key in STRATEGIES.values()})
-        if words and costs.cluster.devices > 1:
+        several = [role for role in ("actor", "critic") if sum(pool_sizes(config.trainer, role)) > 1]
+        config = with_values(
+            config, {STRATEGIES[role]: get_value(asked, STRATEGIES[role]) for role in several}
+        )
+        if words:
             raise_all(list(megatron_problems(config)))
         return config
 

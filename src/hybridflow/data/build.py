@@ -130,6 +130,11 @@ def build_prompt_data(
                     f"data.datagen.path={config.datagen.path} makes prompts without answers, and this run "
                     "learns from the data's own: leave data.datagen out"
                 )
+            if isinstance(train, PromptDataset) and train.agent_names:
+                raise ConfigError(
+                    f"rows name agents (agent_name {min(train.agent_names)}), and this run learns from the "
+                    "data's own answers, which no agent gives: leave the column agent_name out"
+                )
             train = DemonstratedPrompts(train, tokenizer, config)
         sampler = _sampler(config.sampler, train, config.shuffle, seed)
         key = "train_batch_size"

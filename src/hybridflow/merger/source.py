@@ -74,7 +74,8 @@ class Source:
             logger.warning("%s has no %s beside it: its files cannot be verified", folder, MANIFEST)
         base = Path(began_from) if began_from else None
         source = cls(folder, read_tensors(folder, MODEL), base, trust_remote_code)
-        if source.is_value and folder.resolve().name == ACTOR:  # a critic stands beside its actor
+        # a critic stands beside its actor, and has no folder of a model of its own
+        if source.is_value and (folder.resolve().name == ACTOR or (folder / HF_FOLDER).is_dir()):
             raise CheckpointError(
                 f"{folder} holds a reward model, which is not merged: its run has saved the classifier as "
                 f"{folder / HF_FOLDER}, if checkpoint.save_contents has hf_model"

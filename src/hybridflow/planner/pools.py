@@ -261,7 +261,8 @@ class PoolPlanner:
                 continue
             if (tensor > 1 and adapters) or stages > max(1, len(shape.layers) // 4):
                 continue
-            if megatron and (len(shape.layers) % stages or (tensor > 1 and shape.experts)):
+            parts = stages * fsdp.virtual_pipeline_parallel_size
+            if megatron and (len(shape.layers) % parts or (tensor > 1 and shape.experts)):
                 continue
             shards = [-1]
             if sharers * tensor > self.node and not megatron:  # copies, none of which is on two nodes

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +14,7 @@ from hybridflow.data.build import DemonstratedPrompts, build_prompt_data, encode
 from hybridflow.data.chat_template import ChatTemplate
 from hybridflow.data.prompts import PromptDataset, PromptRow
 from hybridflow.data.sft import encode_conversation
-from hybridflow.errors import DataError
+from hybridflow.errors import ConfigError, DataError
 
 ASKED = [{"role": "user", "content": "2 + 2?"}]
 TOLD = [*ASKED, {"role": "assistant", "content": "it is 4"}]
@@ -81,6 +83,19 @@ def test_rows_without_a_usable_answer_are_left_out_and_counted(
     assert "14 tokens, more than data.max_response_length=8" in caplog.text
     with pytest.raises(DataError, match=r"5 of 5 rows .*data\.demonstration_key=messages.* cannot be used"):
         DemonstratedPrompts(PromptDataset(rows, characters, DataConfig()), characters, DataConfig())
+
+
+def test_rows_that_name_agents_are_refused(characters: PreTrainedTokenizerFast, tmp_path: Path) -> None:
+    row = {
+        "prompt": ASKED,
+        "messages": [*ASKED, {"role": "assistant", "content": "yes"}],
+        "agent_name": "talker",
+    }
+    (tmp_path / "rows.json").write_text(json.dumps([row] * 4))
+    config = DataConfig(train_files=[str(tmp_path / "rows.json")], train_batch_size=4)
+    assert build_prompt_data(config, characters, 0).agent_names == {"talker"}
+    with pytest.raises(ConfigError, match=r"agent_name talker.* leave the column agent_name out"):
+        build_prompt_data(config, characters, 0, demonstrations=True)
 
 
 def test_the_loader_brings_the_answers_of_a_task(characters: PreTrainedTokenizerFast) -> None:

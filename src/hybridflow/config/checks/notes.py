@@ -156,7 +156,10 @@ def _roles(config: PPOConfig, given: Set[str]) -> Iterator[str]:
     """Roles that are built for nothing, or set up and not built."""
     name = config.algorithm.adv_estimator
     facts = estimator_facts(config)
-    if not config.critic.enable and is_given("critic", given - {"critic.enable", "critic.strategy"}):
+    others = given - {"critic.enable"}
+    if "actor_rollout_ref.actor.strategy" in given:
+        others -= {"critic.strategy"}  # the name of verl's Megatron file sets both
+    if not config.critic.enable and is_given("critic", others):
         yield f"critic.* is not read: algorithm.adv_estimator={name} runs without a critic"
     if (
         config.critic.enable

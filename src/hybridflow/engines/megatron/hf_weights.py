@@ -125,7 +125,8 @@ class HFWeights:
             if piece.mesh is not None and piece.mesh is mesh.tensor
         }
         for source, dim in cut.items():
-            set_tensor_model_parallel_attributes(self.parameters[source], True, dim, 1)
+            if not hasattr(self.parameters[source], "tensor_model_parallel"):  # which biases have
+                set_tensor_model_parallel_attributes(self.parameters[source], True, dim, 1)
 
     def read(self, tensor_of: TensorOf, dtype: torch.dtype) -> Iterator[tuple[str, StagePiece, Tensor]]:
         """Yield each parameter's name, piece and part; where absent the whole, of `dtype`, without memory."""

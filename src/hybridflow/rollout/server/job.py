@@ -127,7 +127,7 @@ def chat_job(body: ChatBody, model: ServedModel, check: Check, prompt_of: Prompt
         with template_errors_refused():
             text = render_chat(model.tokenizer, messages, options, add_generation_prompt=begins)
         ids = encode_text("messages", text + use.opening, model, check)
-        prompt = picture_prompt("messages", ids, pictures.files, model)
+        prompt = picture_prompt("messages", ids, pictures.files, model, check)
     else:
         prompt = prompt_of(messages, options, use.opening, pictures)
     limit = body.max_completion_tokens or body.max_tokens

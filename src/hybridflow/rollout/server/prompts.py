@@ -91,7 +91,7 @@ def completion_prompts(
 ) -> tuple[list[str], list[Prompt]]:
     """Return the prompts as texts, where they are to be repeated (else none), and as ids."""
     texts, ids = _completion_ids(body, model, check)
-    return texts, [picture_prompt("prompt", prompt, [], model) for prompt in ids]
+    return texts, [picture_prompt("prompt", prompt, [], model, check) for prompt in ids]
 
 
 def _completion_ids(
@@ -282,6 +282,7 @@ def picture_prompt(
     token_ids: Sequence[int],
     files: Sequence[bytes],
     model: ServedModel,
+    check: Check,
     before: Prompt = NOTHING,
 ) -> Prompt:
     """Return a prompt that goes on behind `before`, with pictures in the places that its ids have for them.
@@ -297,12 +298,15 @@ def picture_prompt(
         assert reader is not None, "without one no picture was taken"
         sources = reader.of_files(files)
         for whole in (False, True):
-            try:
-                with DECODING:
+            with DECODING:
+                check()  # its client may have gone while others decoded
+                try:
                     reads = reader.read(sources, whole=whole)
-            except Exception as error:  # a file may be made to do harm: decoders raise all sorts of errors
-                told = f"a picture cannot be read ({error}): send another file, or leave it out"
-                raise refuse(param, told) from error
+                except (
+                    Exception
+                ) as error:  # a file may be made to do harm: decoders raise all sorts of errors
+                    told = f"a picture cannot be read ({error}): send another file, or leave it out"
+                    raise refuse(param, told) from error
             try:
                 expanded = reader.processor.expand(token_ids, ["image"] * len(reads), reads)
             except MediaError as error:

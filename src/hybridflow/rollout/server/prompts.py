@@ -302,9 +302,8 @@ def picture_prompt(
                 check()  # its client may have gone while others decoded
                 try:
                     reads = reader.read(sources, whole=whole)
-                except (
-                    Exception
-                ) as error:  # a file may be made to do harm: decoders raise all sorts of errors
+                # a file may be made to do harm: decoders raise all sorts of errors
+                except Exception as error:
                     told = f"a picture cannot be read ({error}): send another file, or leave it out"
                     raise refuse(param, told) from error
             try:

@@ -341,7 +341,7 @@ def test_doctor_says_what_is_here_and_what_is_not(
     monkeypatch.setattr(doctor_facts.Facts, "probe", PROBED)
     assert main(["doctor"]) == 0
     shown = capsys.readouterr().out
-    assert "CPU cores" in shown and "reasoning-gym tasks" in shown and "not in this version" in shown
+    assert "CPU cores" in shown and "reasoning-gym tasks" in shown and "megatron-core" in shown
     assert "pip install 'hybridflow[" in shown and "trainer.n_gpus_per_node up to " in shown
 
 

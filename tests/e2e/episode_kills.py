@@ -158,14 +158,18 @@ class Trial:
 
     def compared(self, out: Path) -> list[str]:
         """Return how a finished run differs from the undisturbed one."""
-        calls = self.made(out)
+        found = accounts(out)
         if EXACT in self.keys:
             found = differences(out, self.reference, IGNORED, last_files_without=("data/",))
-            if calls != self.calls:
-                more = sorted(set(calls.items()) ^ set(self.calls.items()))
-                found.append(f"{len(calls)} calls, wanted {len(self.calls)}; those that differ: {more[:4]}")
-        else:
-            found = accounts(out)
+        return [*found, *self.wrong_calls(out)]
+
+    def wrong_calls(self, out: Path) -> list[str]:
+        """Return what is wrong with the calls of a finished run, and with its journal."""
+        calls = self.made(out)
+        found = []
+        if EXACT in self.keys and calls != self.calls:
+            more = sorted(set(calls.items()) ^ set(self.calls.items()))
+            found.append(f"{len(calls)} calls, wanted {len(self.calls)}; those that differ: {more[:4]}")
         twice = len(counting_world.effects()) - len(calls)
         if twice:
             found.append(f"{twice} calls, wanted none, were carried out twice")

@@ -205,10 +205,11 @@ def test_what_cannot_be_cut_is_not_cut(tmp_path: Path) -> None:
     assert {each.fsdp.expert_parallel_size for each in compiled} == {1}
 
 
-def test_weights_in_4_bits_are_on_one_device_and_take_less_of_it(tmp_path: Path) -> None:
+def test_weights_in_4_bits_are_whole_on_each_device_and_take_less_of_it(tmp_path: Path) -> None:
     adapters = ("actor_rollout_ref.model.lora_rank=16",)
     quantized = (*adapters, "actor_rollout_ref.model.quantization=nf4")
-    assert not list(layouts_of("Qwen2.5-7B", "2xH100", *quantized))
+    layouts = list(layouts_of("Qwen2.5-7B", "2xH100", *quantized))
+    assert layouts and all(each.pipeline_parallel_size == each.tensor_parallel_size == 1 for each in layouts)
     costs = Costs(read_devices("1xH100"), FITTED)
     found = {}
     for words in (adapters, quantized):

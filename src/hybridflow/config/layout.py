@@ -177,10 +177,11 @@ class RoleLayout:
 def quantized_problems(block: str, model: ModelConfig, fsdp: FSDPConfig) -> Iterator[str]:
     """Yield one line where a role's layout cannot hold its base in 4 bits."""
     held = f"quantization={model.quantization} of the model of {block}"
-    if model.quantization and fsdp.pipeline_parallel_size > 1:
+    stages = fsdp.pipeline_parallel_size
+    if model.quantization and stages > 1:
         yield (
-            f"{held} with pipeline_parallel_size={fsdp.pipeline_parallel_size}: each process holds all weights "
-            "in 4 bits; leave one out"
+            f"{held} with pipeline_parallel_size={stages}: each process holds all weights in 4 bits; leave "
+            "one out"
         )
     if model.quantization and fsdp.use_torch_compile:
         yield f"{held} with use_torch_compile=true: its products are not compiled; leave one out"

@@ -86,8 +86,8 @@ def build_engine(
     if layout.world_size > 1:
         if quantized and layout.pp > 1:
             raise ModelError(
-                f"{name}: model.quantization=nf4 with pipeline_parallel_size={layout.pp}: each rank holds all "
-                "weights in 4 bits; set one of the two to its default"
+                f"{name}: model.quantization=nf4 with pipeline_parallel_size={layout.pp}: each rank holds "
+                "all weights in 4 bits; set one of the two to its default"
             )
         mesh = engine_mesh(layout, device.type)
     updates = {

@@ -187,7 +187,10 @@ def engine_needs(engine: RoleEngine, size: ModelSize, *, device: str) -> Needs:
     parts.append(MemoryItem(label, moments, f"{trained} × {how}{share}", state_away))
     passing, passing_parts = _pass(engine, size, device)
     parts += passing_parts
-    between = (0 if weights_away else weights) + (0 if state_away else masters + moments)
+    resting = 0 if weights_away else weights
+    if live:  # FSDP's own offloading leaves codes where they compute
+        resting = quantized
+    between = resting + (0 if state_away else masters + moments)
     fetched = weights if weights_away and not live else 0
     stepping = moments if state_away and not live else 0
     accumulating = masters if state_away and not live else 0

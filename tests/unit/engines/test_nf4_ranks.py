@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from sharded_runs import Run, build, dealt, save_tiny, spec
+from engine_zoo import tiny_llama
+from sharded_runs import Run, build, dealt, spec
 from test_checkpoint_layouts import EVERYONE, PARTS, SCHEDULED, assert_read, read, write
 
 from hybridflow.checkpoint.sharded import load_shards
@@ -32,7 +33,8 @@ LORA = LoraSettings(rank=4, alpha=8, seed=3, exclude_modules="o_proj", quantizat
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    return Run(save_tiny(tmp_path / "model", tied=False), lora=LORA, optim=SCHEDULED)
+    tiny_llama(tied=False, seed=3, bias=True).save_pretrained(tmp_path / "model")
+    return Run(str(tmp_path / "model"), lora=LORA, optim=SCHEDULED)
 
 
 def digests(policy: PolicyModel) -> dict[str, list[int]]:
@@ -73,9 +75,7 @@ def test_generation_has_the_very_base_of_training(two_ranks: Ranks, run: Run, of
     assert first == second == digests(build(run, 1).policy) and len(first) == 14
 
 
-def test_a_checkpoint_goes_on_on_another_number_of_ranks(
-    two_ranks: Ranks, run: Run, tmp_path: Path
-) -> None:
+def test_a_checkpoint_goes_on_on_another_number_of_ranks(two_ranks: Ranks, run: Run, tmp_path: Path) -> None:
     alone = replace(run, deal=EVERYONE)
     folders = {name: str(tmp_path / name) for name in ("one", "two")}
     write(0, alone, 1, folders["one"])

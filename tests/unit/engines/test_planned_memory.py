@@ -136,12 +136,13 @@ def test_a_base_in_4_bits_is_whole_on_each_rank(two_ranks: Ranks, tmp_path: Path
     found = two_ranks.run(held, run, 2)
     cpu = torch.device("cpu")
     counted = size_of("policy", model, dtype="float32", device=cpu, lora=run.lora, blocks=True)
-    for size in (counted, load_shape(run.folder).size(lora_rank=4, itemsize=4, quantized=True)):
+    told = load_shape(run.folder).size(lora_rank=4, itemsize=4, quantized=True)
+    for size, bound in ((counted, 0.002), (told, 0.1)):  # config.json tells no halves of an MLP
         wanted = planned(size, ParallelLayout(dp_shard=2), run, model)
         wanted["weights"] -= DEQUANTIZING_BYTES * size.largest_quantized
         assert wanted["block"] < 2 * size.block.all, "what is in 4 bits is not gathered"
         for one in found:
-            assert one == pytest.approx(wanted, rel=0.01)
+            assert one == pytest.approx(wanted, rel=bound)
 
 
 def test_a_layer_keeps_the_states_of_its_experts(run: Run) -> None:

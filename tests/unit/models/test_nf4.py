@@ -247,7 +247,7 @@ def test_codes_are_where_the_model_computes_although_parameters_rest_elsewhere(f
 def test_stages_are_refused(folder: Path) -> None:
     model = {"path": str(folder), "device": "cpu"}
     layout = ParallelLayout.from_keys(2, pipeline=2)
-    with pytest.raises(ModelError, match="nf4 with pipeline_parallel_size=2: each rank holds all weights"):
+    with pytest.raises(ModelError, match="nf4 with pipeline_parallel_size=2: each rank holds"):
         build_engine("policy", model, name="actor", optim=OptimConfig(), layout=layout, lora=LORA)
 
 

@@ -234,9 +234,9 @@ def quantized_actor(config: PPOConfig) -> Iterator[str]:
         yield f"{ROLLOUT}.name={rollout.name} with {why}: set {ROLLOUT}.name=native"
     if rollout.quantization is not None:
         yield f"{ROLLOUT}.quantization={rollout.quantization} with {why}: leave {ROLLOUT}.quantization out"
-    if rollout.tensor_model_parallel_size > 1:
-        width = rollout.tensor_model_parallel_size
-        yield f"{ROLLOUT}.tensor_model_parallel_size={width} with {why}, each process all of them: set it to 1"
+    width = rollout.tensor_model_parallel_size
+    if width > 1:
+        yield f"{ROLLOUT}.tensor_model_parallel_size={width} with {why}, each all of them: set it to 1"
     if not share_a_pool(config.trainer, "rollout", "actor"):
         yield f"trainer.placement.rollout is another pool than the actor's with {why}: set it to the actor's"
     if config.trainer.val_in_background:

@@ -85,7 +85,8 @@ class Twin:
         for parameter in self.parameters.values():
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
         for own, _ in self._quantized:
-            own.to("meta")
+            own.codes = own.codes.to("meta")
+            own.scales = own.scales.to("meta")
 
 
 def _forget_parameters(policy: PolicyModel, dtypes: Mapping[str, torch.dtype], device: torch.device) -> None:

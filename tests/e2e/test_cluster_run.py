@@ -20,6 +20,10 @@ from hybridflow.trainer.main_ppo import main
 from verl_commands import FLAGS, MOE_GRPO
 
 TWO = ("trainer.n_gpus_per_node=2",)
+QLORA = (
+    *("actor_rollout_ref.model.lora_rank=4", "actor_rollout_ref.model.lora_alpha=8"),
+    "actor_rollout_ref.model.quantization=nf4",
+)
 
 
 def metrics_of_both(
@@ -47,7 +51,14 @@ def metrics_of_both(
 
 @pytest.mark.timeout(1800)
 @pytest.mark.xdist_group("ray")
-@pytest.mark.parametrize("more", [(), pytest.param(echo_world.KEYS, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "more",
+    [
+        (),
+        pytest.param(echo_world.KEYS, marks=pytest.mark.slow),
+        pytest.param(QLORA, id="a base in 4 bits", marks=pytest.mark.slow),
+    ],
+)
 def test_two_processes_log_what_one_does(inputs: Inputs, tmp_path: Path, more: tuple[str, ...]) -> None:
     # two processes cannot be exact, and what one in exact mode logs is more
     keys = (

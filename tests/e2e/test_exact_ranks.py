@@ -17,6 +17,10 @@ TENSOR = (
 )
 LAYOUTS = {
     "shared weights": ("trainer.n_gpus_per_node=2",),
+    "shared weights in 4 bits": (
+        *("trainer.n_gpus_per_node=2", "actor_rollout_ref.model.lora_rank=4"),
+        "actor_rollout_ref.model.quantization=nf4",
+    ),
     "cut layers": ("trainer.n_gpus_per_node=2", *TENSOR),
     "a replica apart": (
         "trainer.resource_pools={train: [2], generate: [1]}",
@@ -31,6 +35,7 @@ LAYOUTS = {
     "layout",
     [
         pytest.param("shared weights", marks=pytest.mark.slow),
+        pytest.param("shared weights in 4 bits", marks=pytest.mark.slow),
         "cut layers",
         pytest.param("a replica apart", marks=pytest.mark.slow),
     ],

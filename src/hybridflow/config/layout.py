@@ -146,7 +146,7 @@ class RoleLayout:
                 f"{here}tensor_parallel_size={tensor} with lora_rank={self.model.lora_rank}: adapters are "
                 "not split; leave one out"
             )
-        yield from quantized_problems(self.block, self.model, self.processes, self.fsdp)
+        yield from quantized_problems(self.block, self.model, self.fsdp)
         if self.fsdp.use_torch_compile and self.model.lora_dropout:
             yield (
                 f"{here}use_torch_compile=true with lora_dropout={self.model.lora_dropout}: what is dropped "
@@ -174,13 +174,14 @@ class RoleLayout:
             )
 
 
-def quantized_problems(block: str, model: ModelConfig, processes: int, fsdp: FSDPConfig) -> Iterator[str]:
+def quantized_problems(block: str, model: ModelConfig, fsdp: FSDPConfig) -> Iterator[str]:
     """Yield one line where a role's layout cannot hold its base in 4 bits."""
     held = f"quantization={model.quantization} of the model of {block}"
-    if model.quantization and processes > 1:
+    stages = fsdp.pipeline_parallel_size
+    if model.quantization and stages > 1:
         yield (
-            f"{held} with {processes} processes: weights in 4 bits are held whole by one. Set quantization="
-            "null, or one device (trainer.n_gpus_per_node=1 trainer.nnodes=1, or a pool of [1])"
+            f"{held} with pipeline_parallel_size={stages}: each process holds all weights in 4 bits; leave "
+            "one out"
         )
     if model.quantization and fsdp.use_torch_compile:
         yield f"{held} with use_torch_compile=true: its products are not compiled; leave one out"

@@ -184,7 +184,7 @@ class ModelConfig:
     )
     quantization: Literal["nf4"] | None = key(
         None,
-        "nf4: hold the frozen weights of linear layers in 4 bits (QLoRA), on one process; null: as they are.",
+        "nf4: each process holds all frozen weights of linear layers, in 4 bits (QLoRA); null: as they are.",
         needs(".lora_rank>0 or .lora_adapter_path", "the weights that train are not quantized"),
         excludes(".use_liger", "its kernels are not tried with layers in 4 bits"),
         excludes(".dtype=float64", "levels and scales are float32"),

@@ -3,7 +3,7 @@
 one rank        files ─► whole model ─► adapters ─► engine
 one, in 4 bits  meta device ─► adapters ─► memory ─► files, each weight quantized as it is read ─► engine
 several ranks   meta device ─► stages ─► tensor parallel ─► adapters ─► expert parallel ─► shards ─► memory
-                ─► own slices of the files ─► engine
+                ─► own slices of the files, of weights in 4 bits the whole ─► engine
 """
 
 from __future__ import annotations
@@ -84,8 +84,11 @@ def build_engine(
     mesh: EngineMesh | None = None
     quantized = lora is not None and lora.quantization is not None
     if layout.world_size > 1:
-        if quantized:
-            raise ModelError(f"{name}: model.quantization=nf4 is for a model on one rank: set it to null")
+        if quantized and layout.pp > 1:
+            raise ModelError(
+                f"{name}: model.quantization=nf4 with pipeline_parallel_size={layout.pp}: each rank holds "
+                "all weights in 4 bits; set one of the two to its default"
+            )
         mesh = engine_mesh(layout, device.type)
     updates = {
         "name": name,

@@ -101,6 +101,11 @@ class NF4Linear(nn.Linear):
         self.codes.copy_(codes)
         self.scales.copy_(scales)
 
+    def share(self, other: NF4Linear) -> None:
+        """Hold the very codes and scales of another layer, without a copy."""
+        self.codes = other.codes
+        self.scales = other.scales
+
     def restore(self, weight: Tensor) -> None:
         """Turn the layer into a plain one with this weight, in place."""
         del self.codes, self.scales

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -142,6 +142,8 @@ class Needs(NamedTuple):
     """Bytes on top of that at the peak of an update."""
     fetched: int = 0
     """Bytes of weights that are on the device only while the role works, else in CPU memory."""
+    shared: int = 0
+    """Those of them that generation on several ranks has on the device too, because it takes no copy."""
 
 
 def engine_needs(engine: RoleEngine, size: ModelSize, *, device: str) -> Needs:
@@ -159,7 +161,7 @@ def engine_needs(engine: RoleEngine, size: ModelSize, *, device: str) -> Needs:
     own = size.at_rest(layout)
     share = _share(layout)
     trained_bytes = wide if many else size.itemsize
-    frozen = own.all - own.trained - size.quantized
+    frozen = own.all - own.trained
     quantized = math.ceil(size.quantized * NF4_BYTES) + size.largest_quantized * DEQUANTIZING_BYTES
     weights = frozen * size.itemsize + quantized + own.trained * trained_bytes
     parts = [MemoryItem("weights", weights, _weights_how(size, trained_bytes, share), weights_away)]
@@ -185,12 +187,16 @@ def engine_needs(engine: RoleEngine, size: ModelSize, *, device: str) -> Needs:
     parts.append(MemoryItem(label, moments, f"{trained} × {how}{share}", state_away))
     passing, passing_parts = _pass(engine, size, device)
     parts += passing_parts
-    between = (0 if weights_away else weights) + (0 if state_away else masters + moments)
+    resting = 0 if weights_away else weights
+    if live:  # FSDP's own offloading leaves codes where they compute
+        resting = quantized
+    between = resting + (0 if state_away else masters + moments)
     fetched = weights if weights_away and not live else 0
     stepping = moments if state_away and not live else 0
     accumulating = masters if state_away and not live else 0
     peak = max(gathered + passing + (0 if kept else at_once), stepping)
-    return Needs(parts, between, fetched + accumulating + (0 if live else grads) + peak, fetched)
+    update = fetched + accumulating + (0 if live else grads) + peak
+    return Needs(parts, between, update, fetched, quantized if fetched else 0)
 
 
 def _megatron_needs(engine: RoleEngine, size: ModelSize, device: str) -> Needs:
@@ -254,6 +260,7 @@ def _weights_how(size: ModelSize, trained_bytes: int, share: str) -> str:
         return (
             f"{size.quantized:,} frozen × {NF4_BYTES} bytes (nf4) + {size.largest_quantized:,} at work × "
             f"{DEQUANTIZING_BYTES} bytes + {size.whole.all - size.quantized:,} others × {size.itemsize} bytes"
+            f"{share}"
         )
     if not trained:
         return f"{frozen:,} parameters × {size.itemsize} bytes{share}"
@@ -271,6 +278,8 @@ def _gathered(engine: RoleEngine, size: ModelSize) -> tuple[int, int, str]:
     reduce = max(BYTES[engine.fsdp.mixed_precision.reduce_dtype], size.itemsize)
     root, block = (count.on_rank(tensor, parts=parts) for count in (size.root, size.block))
     whole = size.whole.on_rank(tensor, engine.layout.pp, parts=parts)
+    block = replace(block, all=block.all - size.quantized // size.num_layers)
+    whole = replace(whole, all=whole.all - size.quantized)
     if engine.trained and not engine.fsdp.reshard_after_forward:
         return (
             whole.all * size.itemsize,
@@ -373,14 +382,14 @@ def generation_needs(
         source = whence
     elif devices > 1:
         source = "gathered from the shards while it generates"
-    whole = size.whole.on_rank(tensor).all
+    whole = size.whole.on_rank(tensor).all - size.quantized  # those in 4 bits are the actor's very own
     weights = whole * size.itemsize if source else 0
     between = weights if alone else 0
     if kind is None:
         parts = [cache_part]
         if weights:
             cut = f", layers / {tensor}" if tensor > 1 else ""
-            how = f"{size.whole.all:,} parameters × {size.itemsize} bytes{cut}: {source}"
+            how = f"{size.whole.all - size.quantized:,} parameters × {size.itemsize} bytes{cut}: {source}"
             parts.insert(0, MemoryItem("weights", weights, how))
         return Needs(parts, between, weights - between + cache)
     # rounded copies are made from the whole weights
@@ -415,7 +424,9 @@ def phases_of_pool(needs: Mapping[str, Needs], processes: int) -> dict[str, int]
     phases = {}
     if generation := needs.get("generation"):
         actor = needs.get("actor")  # without its own weights, generation needs the actor's on the device
-        shared = actor.fetched if actor and processes == 1 else 0
+        shared = 0
+        if actor:
+            shared = actor.fetched if processes == 1 else actor.shared
         phases["generating"] = between + generation.update + shared
     working = [need.update for role, need in needs.items() if role != "generation" and need.update]
     if working:

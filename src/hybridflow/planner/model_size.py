@@ -5,7 +5,7 @@ config.json alone (`model_shape.py`).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hybridflow.distributed.layout import ParallelLayout
 
@@ -78,7 +78,8 @@ class ModelSize:
     """Parameters of the largest weight that is."""
 
     def at_rest(self, layout: ParallelLayout) -> Count:
-        """Return the numbers of the parameters that the fullest rank has between passes.
+        """Return the numbers of the parameters that the fullest rank has between passes, besides those in 4
+        bits, which each rank has whole.
 
         Dense layers are split over the ranks of `tp`, experts over those of `ep`, and FSDP shards what
         either leaves over all others of a stage: so both are divided by `dp_shard` × `tp`. Without expert
@@ -87,4 +88,5 @@ class ModelSize:
         parts: float = layout.tp
         if self.experts and layout.ep == 1:
             parts = self.experts / (math.ceil(self.experts / layout.dp_shard) * layout.dp_shard)
-        return self.whole.on_rank(layout.tp, layout.dp_shard * layout.pp, parts=parts)
+        others = replace(self.whole, all=self.whole.all - self.quantized)
+        return others.on_rank(layout.tp, layout.dp_shard * layout.pp, parts=parts)

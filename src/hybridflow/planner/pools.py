@@ -252,14 +252,14 @@ class PoolPlanner:
         fsdp, _, model = engine_keys(self.job.config, role)
         adapters = model.lora_rank or model.lora_adapter_path
         shape = self.job.shapes[role]
-        if model.quantization and devices > 1:
-            return  # one device holds weights in 4 bits
         megatron = self._is_megatrons(role, devices)  # which has fewer layouts, without copies or offloading
         for stages, tensor in itertools.product(PARTS, PARTS):
             sharers = devices // (stages * tensor)
             if devices % (stages * tensor) or self.node % tensor or not shape.cuts(tensor):
                 continue
             if (tensor > 1 and adapters) or stages > max(1, len(shape.layers) // 4):
+                continue
+            if stages > 1 and model.quantization:
                 continue
             parts = stages * fsdp.virtual_pipeline_parallel_size
             if megatron and (len(shape.layers) % parts or (tensor > 1 and shape.experts)):
@@ -317,7 +317,7 @@ class PoolPlanner:
             if "actor" in roles:
                 needs.pop("reference")
             elif model.quantization is not None:
-                return None  # the base in 4 bits is in the actor's process alone
+                return None  # the base in 4 bits is in the actor's processes alone
         memory = phases_of_pool(needs, devices) if needs else {}
         if needs and max(memory.values()) > self.room:
             return None
@@ -347,15 +347,16 @@ class PoolPlanner:
         job = self.job
         devices = pool.devices
         shape = job.shapes["actor"]
-        if devices % tensor or self.node % tensor or not self.generates_by(tensor):
+        held = job.config.actor_rollout_ref.model.quantization
+        if devices % tensor or self.node % tensor or not self.generates_by(tensor) or (held and tensor > 1):
             return None
         rollout = job.config.actor_rollout_ref.rollout
         here = max(1, round(job.generated.count / (devices // tensor)))
         mean = job.generated.prompt + job.generated.lengths.mean
-        size = shape.size(trained=False, itemsize=self.costs.itemsize)
+        size = shape.size(trained=False, itemsize=self.costs.itemsize, quantized=held is not None)
         alone = "actor" not in pool.roles
-        if alone and job.config.actor_rollout_ref.model.quantization is not None:
-            return None  # the actor's module generates
+        if alone and held is not None:
+            return None  # the actor's processes generate
 
         def replica(rows: int) -> PlannedReplica:
             return PlannedReplica(tensor, rows, round(mean), native_quantization(rollout), tensor)

@@ -33,7 +33,12 @@ ENGINES: dict[str, EngineMaker] = {"fsdp": make_fsdp}
 
 
 def tiny_llama(
-    dtype: torch.dtype = torch.float32, *, tied: bool = True, seed: int = 0, layers: int = 2
+    dtype: torch.dtype = torch.float32,
+    *,
+    tied: bool = True,
+    seed: int = 0,
+    layers: int = 2,
+    bias: bool = False,
 ) -> LlamaForCausalLM:
     """Weights large enough that attention matters."""
     config = LlamaConfig(
@@ -49,6 +54,7 @@ def tiny_llama(
         eos_token_id=2,
         initializer_range=0.2,
         tie_word_embeddings=tied,
+        attention_bias=bias,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

@@ -73,7 +73,7 @@ def read(rank: int, run: Run, world_size: int, folder: str, exported: str) -> tu
     state = held(engine.state_dict())
     engine.export_hf(exported)
     if engine.mesh is not None:
-        state["generation"] = generation(engine)
+        state["generation"] = generation(engine, run)
     rows, loss = dealt(run, engine)
     shares: list[float] = []
 
@@ -87,10 +87,10 @@ def read(rank: int, run: Run, world_size: int, folder: str, exported: str) -> tu
     return state, counts * sum(shares), metrics.get("actor/grad_norm", 0.0)
 
 
-def generation(engine: FSDPEngine) -> dict[str, Tensor]:
+def generation(engine: FSDPEngine, run: Run) -> dict[str, Tensor]:
     """The weights of the module that generates on this rank."""
     dtypes = {weight.name: weight.compute_dtype for weight in engine.held_weights()}
-    twin = Twin(engine.policy, dtypes=dtypes, device=torch.device("cpu"))
+    twin = Twin(engine.policy, dtypes=dtypes, device=torch.device("cpu"), lora=run.lora)
     GatheredTwin(engine.held_weights, twin).acquire(0)
     return {name: whole(tensor) for name, tensor in twin.policy.state_dict().items()}
 

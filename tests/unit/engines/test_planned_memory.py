@@ -19,10 +19,11 @@ from hybridflow.distributed.process_group import rank_and_size
 from hybridflow.distributed.shards import local
 from hybridflow.engines import OutputSpec
 from hybridflow.engines.fsdp.sharding import sharded_modules
+from hybridflow.models.adapters.lora import LoraSettings, quantized_layers
 from hybridflow.models.blocks import decoder_blocks
 from hybridflow.models.files.size import size_of
 from hybridflow.models.tiny import create_tiny_model
-from hybridflow.planner.memory import RoleEngine, engine_needs
+from hybridflow.planner.memory import DEQUANTIZING_BYTES, RoleEngine, engine_needs
 from hybridflow.planner.model_shape import load_shape
 from hybridflow.planner.model_size import ModelSize
 from ranks import Ranks
@@ -45,7 +46,8 @@ def held(rank: int, run: Run, world_size: int) -> dict[str, int]:
     optimizer = engine.optimizer
     assert optimizer is not None
     parameters = list(engine.module.parameters())
-    found = {"weights": sum(local(each).nbytes for each in parameters)}
+    codes = [each for layer in quantized_layers(engine.module).values() for each in layer.buffers()]
+    found = {"weights": sum(local(each).nbytes for each in (*parameters, *codes))}
     step = optimizer.step
 
     def counted(lr: float) -> None:
@@ -93,9 +95,9 @@ def planned(size: ModelSize, layout: ParallelLayout, run: Run, model: ModelConfi
     """The planner's figures."""
     needs = engine_needs(RoleEngine("actor", layout, run.fsdp, model, True, 7, 16, 64), size, device="cpu")
     parts = {part.label: part.size for part in needs.parts}
-    block = size.block.on_rank(layout.tp, parts=layout.ep)
+    root = size.root.on_rank(layout.tp, parts=layout.ep).all * size.itemsize
     told = {name: parts[name] for name in ("weights", "gradients", "Adam moments")}
-    return {**told, "block": block.all * size.itemsize}
+    return {**told, "block": (parts["weights gathered for a pass"] - root) // 2}
 
 
 def test_two_ranks_hold_what_was_planned(two_ranks: Ranks, run: Run) -> None:
@@ -125,6 +127,22 @@ def test_experts_are_whole_where_fsdp_alone_shards_them(two_ranks: Ranks, tmp_pa
     assert ranks[0]["weights"] - ranks[1]["weights"] == pytest.approx(4 * size.whole.experts / 3, rel=0.01)
     many = size.at_rest(ParallelLayout(dp_shard=16))
     assert many.all > size.whole.experts / 3, "more ranks than experts leave some without any"
+
+
+def test_a_base_in_4_bits_is_whole_on_each_rank(two_ranks: Ranks, tmp_path: Path) -> None:
+    folder = create_tiny_model(tmp_path, **SIZES)
+    model = ModelConfig(path=str(folder), lora_rank=4, quantization="nf4")
+    run = Run(str(folder), lora=LoraSettings.from_config(model), grad_clip=None, steps=1)
+    found = two_ranks.run(held, run, 2)
+    cpu = torch.device("cpu")
+    counted = size_of("policy", model, dtype="float32", device=cpu, lora=run.lora, blocks=True)
+    told = load_shape(run.folder).size(lora_rank=4, itemsize=4, quantized=True)
+    for size, bound in ((counted, 0.002), (told, 0.1)):  # config.json tells no halves of an MLP
+        wanted = planned(size, ParallelLayout(dp_shard=2), run, model)
+        wanted["weights"] -= DEQUANTIZING_BYTES * size.largest_quantized
+        assert wanted["block"] < 2 * size.block.all, "what is in 4 bits is not gathered"
+        for one in found:
+            assert one == pytest.approx(wanted, rel=bound)
 
 
 def test_a_layer_keeps_the_states_of_its_experts(run: Run) -> None:

@@ -159,6 +159,43 @@ def test_adapters_train_as_on_one_rank(
     assert {name for name, trained in ranks[0]["requires_grad"].items() if trained} == set(ranks[0]["state"])
 
 
+OVER_4_BITS: dict[str, dict[str, Any]] = {
+    "shards": {"model": {"probe": True}},
+    "value model": {"kind": "value", "model": {"gradient_checkpointing": True}},
+    "reward model": {"kind": "score"},
+    "two copies": {"sizes": {"fsdp_size": 1}},
+    "kept gathered": {"fsdp": FSDPConfig(reshard_after_forward=False)},
+    "all on the CPU": {"fsdp": FSDPConfig(offload_policy=True)},
+    "at rest between phases": {"fsdp": FSDPConfig(param_offload=True, optimizer_offload=True)},
+    "recomputed, activations offloaded": {
+        "model": {"gradient_checkpointing": True},
+        "activation_offload": True,
+    },
+    "tokens of a row on two ranks": {"sizes": {"sequence": 2}, "deal": (ALL,)},
+    "a row in a ring": {
+        "sizes": {"sequence": 2},
+        "deal": (ALL,),
+        "fsdp": FSDPConfig(context_parallel="ring"),
+    },
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        each if each in ("shards", "at rest between phases") else pytest.param(each, marks=pytest.mark.slow)
+        for each in OVER_4_BITS
+    ],
+)
+def test_adapters_over_a_base_in_4_bits_train_as_on_one_rank(
+    name: str, two_ranks: Ranks, folders: dict[str, str], alone: Any
+) -> None:
+    run = Run(folders["untied"], lora=LoraSettings(rank=4, quantization="nf4"), **OVER_4_BITS[name])
+    ranks = two_ranks.run(train, run)
+    compare(ranks, alone(run), 1e-5 if run.fsdp.context_parallel == "ring" else CLOSE)
+    assert not any("self_attn.q_proj.base_layer.weight" in weight for weight in ranks[0]["shapes"])
+
+
 def test_split_layers_train_as_whole_ones(two_ranks: Ranks, folders: dict[str, str], alone: Any) -> None:
     """Tensor parallel: matrix products are cut, so their sums are rounded otherwise."""
     for kind in ("policy", "value"):

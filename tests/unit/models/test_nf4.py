@@ -40,6 +40,7 @@ from hybridflow.models.files import sharded_load
 from hybridflow.models.files.build import build_policy, load_saved
 from hybridflow.models.files.build_score import build_score
 from hybridflow.models.files.export import save_hf
+from hybridflow.models.files.sharded_load import materialise, meta_model
 from hybridflow.models.files.size import size_of
 from hybridflow.models.nf4 import LEVELS, NF4Linear, dequantize, quantize
 from hybridflow.models.policy import PolicyModel
@@ -233,6 +234,21 @@ def test_weights_are_quantized_as_they_are_read(
     assert any("lm_head" in name or "embed" in name for name in kept)
     assert all(plain_state(module)[name].value().equal(before[name]) for name in kept)
     assert saved_names(module) == {name for name, each in module.named_parameters() if each.requires_grad}
+
+
+def test_codes_are_where_the_model_computes_although_parameters_rest_elsewhere(folder: Path) -> None:
+    meta = meta_model("policy", folder, dtype=torch.float32)
+    add_lora(meta.module, LORA)
+    materialise(meta.module, torch.device("meta"), torch.device("cpu"))
+    assert all(each.is_meta for each in meta.module.parameters())
+    assert not any(each.is_meta for each in meta.module.buffers())
+
+
+def test_stages_are_refused(folder: Path) -> None:
+    model = {"path": str(folder), "device": "cpu"}
+    layout = ParallelLayout.from_keys(2, pipeline=2)
+    with pytest.raises(ModelError, match="nf4 with pipeline_parallel_size=2: each rank holds"):
+        build_engine("policy", model, name="actor", optim=OptimConfig(), layout=layout, lora=LORA)
 
 
 @pytest.mark.parametrize("recomputed", [False, True])

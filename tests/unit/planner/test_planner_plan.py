@@ -22,10 +22,17 @@ from hybridflow.errors import ConfigError
 from hybridflow.explain.run import placed
 from hybridflow.planner.costs import FITTED, Costs
 from hybridflow.planner.hardware import Cluster, read_devices
-from hybridflow.planner.memory import RoleEngine, engine_needs
+from hybridflow.planner.memory import (
+    DEQUANTIZING_BYTES,
+    NF4_BYTES,
+    RoleEngine,
+    engine_needs,
+    generation_needs,
+    phases_of_pool,
+)
 from hybridflow.planner.model_shape import known_models, shape_by_keys, shape_of
 from hybridflow.planner.pools import USABLE, PoolPlanner, StepWork, job_of
-from hybridflow.planner.run_plan import PoolPlan, RunPlan
+from hybridflow.planner.run_plan import PlannedReplica, PoolPlan, RunPlan
 from hybridflow.planner.search import PlacementSearch, allocations, first_different, partitions
 
 SMALL = {
@@ -205,10 +212,11 @@ def test_what_cannot_be_cut_is_not_cut(tmp_path: Path) -> None:
     assert {each.fsdp.expert_parallel_size for each in compiled} == {1}
 
 
-def test_weights_in_4_bits_are_on_one_device_and_take_less_of_it(tmp_path: Path) -> None:
+def test_weights_in_4_bits_are_whole_on_each_device_and_take_less_of_it(tmp_path: Path) -> None:
     adapters = ("actor_rollout_ref.model.lora_rank=16",)
     quantized = (*adapters, "actor_rollout_ref.model.quantization=nf4")
-    assert not list(layouts_of("Qwen2.5-7B", "2xH100", *quantized))
+    layouts = [each.fsdp for each in layouts_of("Qwen2.5-7B", "8xH100", *quantized)]
+    assert layouts and all(each.pipeline_parallel_size == each.tensor_parallel_size == 1 for each in layouts)
     costs = Costs(read_devices("1xH100"), FITTED)
     found = {}
     for words in (adapters, quantized):
@@ -226,6 +234,22 @@ def test_weights_in_4_bits_are_on_one_device_and_take_less_of_it(tmp_path: Path)
     read = (f"actor_rollout_ref.model.lora_adapter_path={tmp_path}", quantized[1])
     (option,) = PoolPlanner(job("grpo", "Qwen2.5-7B", *read), costs).options("actor", 1)[:1]
     assert {part.label: part.size for part in option.needs.parts} == found[quantized]
+
+
+def test_two_ranks_that_generate_keep_the_codes_of_an_offloaded_actor() -> None:
+    """The rest of the weights is gathered; of the codes there is the actor's copy."""
+    size = shape_of("Qwen2.5-7B").size(lora_rank=16, quantized=True)
+    model = ModelConfig(lora_rank=16, quantization="nf4")
+    fsdp = FSDPConfig(param_offload=True)
+    actor = engine_needs(
+        RoleEngine("actor", ParallelLayout(dp_shard=2), fsdp, model, True, 8, 64, 64), size, device="cuda"
+    )
+    codes = size.quantized * NF4_BYTES + size.largest_quantized * DEQUANTIZING_BYTES
+    assert actor.shared == pytest.approx(codes) and actor.fetched > actor.shared
+    generation = generation_needs(size, PlannedReplica(1, 8, 64, None, 1), alone=False, devices=2)
+    assert generation.parts[0].size == 2 * (size.whole.all - size.quantized)
+    phases = phases_of_pool({"actor": actor, "generation": generation}, 2)
+    assert phases["generating"] == actor.between + generation.update + actor.shared
 
 
 def test_a_mixture_that_is_short_of_memory_has_both() -> None:

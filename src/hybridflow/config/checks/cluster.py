@@ -90,7 +90,7 @@ def process_reward_layout(config: PPOConfig) -> Iterator[str]:
     if config.reward.process_reward_model.enable:
         layout = _layout(config, "process_reward")
         block = "reward.process_reward_model"
-        yield from quantized_problems(block, layout.model, layout.processes, layout.fsdp)
+        yield from quantized_problems(block, layout.model, layout.fsdp)
         actor = config.actor_rollout_ref.model
         if layout.model.path in (None, actor.path) and layout.model.quantization != actor.quantization:
             yield (
@@ -229,11 +229,14 @@ def quantized_actor(config: PPOConfig) -> Iterator[str]:
     held = config.actor_rollout_ref.model.quantization
     if held is None:
         return
-    why = f"actor_rollout_ref.model.quantization={held}, with whose module alone the same weights generate"
+    why = f"actor_rollout_ref.model.quantization={held}, whose weights only the actor's own processes hold"
     if rollout.name != "native":
         yield f"{ROLLOUT}.name={rollout.name} with {why}: set {ROLLOUT}.name=native"
     if rollout.quantization is not None:
         yield f"{ROLLOUT}.quantization={rollout.quantization} with {why}: leave {ROLLOUT}.quantization out"
+    width = rollout.tensor_model_parallel_size
+    if width > 1:
+        yield f"{ROLLOUT}.tensor_model_parallel_size={width} with {why}, each all of them: set it to 1"
     if not share_a_pool(config.trainer, "rollout", "actor"):
         yield f"trainer.placement.rollout is another pool than the actor's with {why}: set it to the actor's"
     if config.trainer.val_in_background:

@@ -321,7 +321,7 @@ def fold(weight: Tensor, a: Tensor, b: Tensor, scaling: float, *, transposed: bo
     """Return W + s·B·A in float32 or better.
 
     weight [out, in] ([in, out] if `transposed`), a [rank, in], b [out, rank]. Tensors that are sharded alike
-    give a result that is sharded like the weight.
+    give a result that is sharded like the weight, and of a whole weight (NF4) a whole one.
     """
     kind = torch.promote_types(weight.dtype, torch.float32)
     if isinstance(a, DTensor):
@@ -331,6 +331,8 @@ def fold(weight: Tensor, a: Tensor, b: Tensor, scaling: float, *, transposed: bo
     change = scaling * (b.to(kind) @ a.to(kind))
     if transposed:
         change = change.T
+    if isinstance(change, DTensor) and not isinstance(weight, DTensor):
+        change = change.full_tensor()
     return weight.to(kind) + change
 
 

@@ -15,9 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from hybridflow.distributed.process_group import ReplicaRanks
 from hybridflow.errors import ModelError
-from hybridflow.models.adapters.lora import LoraSettings, add_lora
+from hybridflow.models.adapters.lora import LoraSettings, add_lora, quantized_layers
 from hybridflow.models.copies.sliced import check_sliceable, slice_layers
 from hybridflow.models.liger import has_liger, patch_liger
+from hybridflow.models.nf4 import NF4Linear
 from hybridflow.models.parallel.tensor_parallel import Style
 from hybridflow.models.policy import PolicyModel
 
@@ -26,8 +27,9 @@ class Twin:
     """A second module for generation, and the dimension along which each sliced parameter is cut.
 
     `policy` gives the architecture and the buffers, which are never sharded; `dtypes` are those of the twin's
-    parameters, by name. With `replica` of several ranks it has this rank's slices. Raises ModelError for a
-    model that cannot be cut among them.
+    parameters, by name. With `replica` of several ranks it has this rank's slices. A base in NF4, which is
+    whole on each rank, is not copied: the twin has the policy's codes while it generates. Raises ModelError
+    for a model that cannot be cut among them.
     """
 
     def __init__(
@@ -61,6 +63,9 @@ class Twin:
         _forget_parameters(self.policy, dtypes, device)
         _take_buffers(self.policy, policy, device)
         self.policy.eval()
+        theirs = quantized_layers(policy)
+        self._quantized = [(own, theirs[name]) for name, own in quantized_layers(self.policy).items()]
+        """Each of the twin's layers in NF4, and the policy's whose codes it has."""
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -71,12 +76,17 @@ class Twin:
         """Give all parameters memory with arbitrary contents, and return them by name."""
         for name, parameter in self.parameters.items():
             parameter.data = torch.empty(self.shapes[name], dtype=parameter.dtype, device=self.device)
+        for own, theirs in self._quantized:  # those that are there now: an offloaded policy has others later
+            own.share(theirs)
         return {name: parameter.data for name, parameter in self.parameters.items()}
 
     def free(self) -> None:
         """Free the memory of all parameters."""
         for parameter in self.parameters.values():
             parameter.data = torch.empty(0, dtype=parameter.dtype, device=self.device)
+        for own, _ in self._quantized:
+            own.codes = own.codes.to("meta")
+            own.scales = own.scales.to("meta")
 
 
 def _forget_parameters(policy: PolicyModel, dtypes: Mapping[str, torch.dtype], device: torch.device) -> None:
@@ -99,6 +109,8 @@ def _take_buffers(twin: PolicyModel, policy: PolicyModel, device: torch.device) 
     """Copy the policy's buffers; ModelError for a tensor that is neither parameter nor buffer of a module."""
     theirs = dict(policy.named_buffers(remove_duplicate=False))
     for path, module in twin.named_modules():
+        if isinstance(module, NF4Linear):
+            continue
         for name in list(module._buffers):
             whole_name = f"{path}.{name}".removeprefix(".")
             module._buffers[name] = theirs[whole_name].detach().clone().to(device)

@@ -154,7 +154,8 @@ def parameters_on_meta() -> Iterator[None]:
 def materialise(
     module: nn.Module, device: torch.device, buffers: torch.device, absent: Collection[nn.Parameter] = ()
 ) -> None:
-    """Give the parameters unwritten memory on `device`, and move the buffers to `buffers`; ties stay.
+    """Give the parameters unwritten memory on `device`, and move the buffers to `buffers`, where codes of NF4
+    get unwritten memory; ties stay.
 
     `absent` parameters, which other stages of a pipeline hold, stay without memory.
     """
@@ -166,7 +167,9 @@ def materialise(
         for name, before in parameters.items():
             owner._parameters[name] = first.setdefault(id(before), owner._parameters[name])
         for name, buffer in own_buffers.items():
-            if buffer is not None and not buffer.is_meta:  # codes of NF4 have memory, and no numbers yet
+            if buffer is not None and buffer.is_meta:
+                owner._buffers[name] = torch.empty_like(buffer, device=buffers)
+            elif buffer is not None:
                 owner._buffers[name] = buffer.to(buffers)
 
 

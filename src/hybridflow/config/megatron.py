@@ -22,6 +22,12 @@ ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
 STRATEGIES = {"actor": f"{ACTOR}.strategy", "reference": f"{ACTOR}.strategy", "critic": "critic.strategy"}
 """The key of the engine, by role; models of other roles have PyTorch's."""
+SHARDING = {
+    f"{ACTOR}.strategy": (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config"),
+    "critic.strategy": ("critic.fsdp_config",),
+    "engine.strategy": ("engine",),
+}
+"""The blocks of the sharding of the models that the key of an engine is for."""
 BLOCKS = {"actor": ACTOR, "reference": REF, "critic": "critic"}
 SIZES = (
     "ulysses_sequence_parallel_size",
@@ -64,13 +70,11 @@ def megatron_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
 
 def megatron_notes(config: PPOConfig | SFTConfig, given: Set[str]) -> Iterator[str]:
     """Yield one line for each engine of megatron-core with keys of FSDP2, of those that the user set."""
-    blocks = {"engine.strategy": ["engine"]}
+    keys = ["engine.strategy"]
     if isinstance(config, PPOConfig):
-        blocks = {f"{ACTOR}.strategy": [f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config"]}
-        if config.critic.enable:
-            blocks["critic.strategy"] = ["critic.fsdp_config"]
-    for key, within in blocks.items():
-        unread = [f"{block}.{name}" for block in within for name in UNREAD if f"{block}.{name}" in given]
+        keys = [f"{ACTOR}.strategy", *["critic.strategy"] * bool(config.critic.enable)]
+    for key in keys:
+        unread = [f"{block}.{name}" for block in SHARDING[key] for name in UNREAD if f"{block}.{name}" in given]
         if unread and get_value(config, key) == "megatron":
             yield (
                 f"{', '.join(unread)} {'is' if len(unread) == 1 else 'are'} not read with {key}=megatron: "

@@ -342,7 +342,7 @@ def _pool_lines(plan: RunPlan, pool: PoolPlan, needs: Mapping[str, Needs]) -> It
         yield Line(f"memory{of} while {phase}", format_bytes(size), how)
     host = sum(part.size for need in needs.values() for part in need.parts if part.on_host)
     if host:
-        how = "estimate: what is offloaded of all roles"
+        how = "estimate: what all roles have there"
         yield Line(f"CPU memory{of}, offloaded", format_bytes(host), how)
 
 

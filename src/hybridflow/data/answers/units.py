@@ -135,8 +135,8 @@ def split_unit(tokens: Sequence[Token]) -> tuple[list[Token], Unit | None]:
 
 
 def _with_rate(tokens: Sequence[Token]) -> list[Token]:
-    """Return the tokens with the letters of a rate at their end as words: h or s behind a unit and a slash, as
-    in km/h, and the m of 10 m/s behind a number without letters; either may have a power, as in m/s^2.
+    """Return the tokens with the letters of a rate at their end as words: h or s behind a unit and a slash,
+    as in km/h, and the m of 10 m/s behind a number without letters; the time may be squared, as in m/s^2.
     """
     found = list(tokens)
     end = next(

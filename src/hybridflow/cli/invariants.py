@@ -79,9 +79,9 @@ def invariants(options: argparse.Namespace) -> int:
         if not alike:
             console.print(Text(_failure(outcome, source)), soft_wrap=True)
         alike.add(outcome.property)
-    for error, names in raised.items():
+    for got, names in raised.items():
         if len(names) > 1:
-            console.print(Text(f"{len(names)} properties failed with {error[:SHOWN]}"), soft_wrap=True)
+            console.print(Text(f"{len(names)} properties failed with {got[:SHOWN]}"), soft_wrap=True)
     counts = {
         status: sum(each.status == status for each in found) for status in ("held", "failed", "not offered")
     }

@@ -47,6 +47,7 @@ LAYOUTS = {
     "parts of rows": Layout(("ulysses_sequence_parallel_size=2",)),
     "parts of experts": Layout((EXPERTS,), experts=4),
     "slices beside experts": Layout((TENSOR, EXPERTS), experts=4),
+    "slices beside whole experts": Layout((TENSOR,), experts=4),
     "slices of stages": Layout((TENSOR, STAGES), processes=4),
     "stages, and those of a critic": Layout((STAGES,), critic=True),
 }

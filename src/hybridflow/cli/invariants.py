@@ -36,7 +36,7 @@ def add_invariants(words: Any) -> None:
 def invariants(options: argparse.Namespace) -> int:
     """Print what came of each property; status 1 where one failed."""
     from hybridflow.invariants.adapter import AdapterError, load_adapter
-    from hybridflow.invariants.checking import try_all
+    from hybridflow.invariants.checking import NO_ERROR, try_all
     from hybridflow.invariants.table import chosen, summaries
     from hybridflow.observability.logging_setup import setup_logging
     from hybridflow.observability.progress import progress
@@ -67,10 +67,21 @@ def invariants(options: argparse.Namespace) -> int:
         style = {"failed": "red", "held": "green"}.get(each.status, "dim")
         table.add_row(Text(each.tried.name), Text(each.text, style=style), Text(each.tried.sentence))
     console.print(table)
-    for each in found:
-        for outcome in each.outcomes:
-            if outcome.status == "failed":
-                console.print(Text(_failure(outcome, each.tried.source)), soft_wrap=True)
+    failures = [
+        (outcome, each.tried.source)
+        for each in found
+        for outcome in each.outcomes
+        if outcome.status == "failed"
+    ]
+    raised: dict[str, set[str]] = {}
+    for outcome, source in failures:
+        alike = raised.setdefault(outcome.got, set()) if outcome.wanted == NO_ERROR else set()
+        if not alike:
+            console.print(Text(_failure(outcome, source)), soft_wrap=True)
+        alike.add(outcome.property)
+    for got, names in raised.items():
+        if len(names) > 1:
+            console.print(Text(f"{len(names)} properties failed with {got[:SHOWN]}"), soft_wrap=True)
     counts = {
         status: sum(each.status == status for each in found) for status in ("held", "failed", "not offered")
     }

@@ -72,7 +72,7 @@ def plan_run(options: argparse.Namespace) -> int:
     from hybridflow.config.convert import raise_all
     from hybridflow.config.layout import pool_sizes
     from hybridflow.config.load import load_config, prepare_config
-    from hybridflow.config.megatron import STRATEGIES, megatron_problems
+    from hybridflow.config.megatron import STRATEGIES, family_refusal, megatron_problems
     from hybridflow.config.tree import get_value, with_values
     from hybridflow.errors import ConfigError
     from hybridflow.planner.model_shape import shape_by_keys
@@ -87,6 +87,8 @@ def plan_run(options: argparse.Namespace) -> int:
         path + word.removeprefix(MODEL) if word.startswith(MODEL) else word for word in options.overrides
     ]
 
+    costs = _costs(options.devices)
+
     def prepared(*words: str) -> PPOConfig:
         every = [*given, *words]
         config = prepare_config(
@@ -94,7 +96,11 @@ def plan_run(options: argparse.Namespace) -> int:
         ).config
         # megatron-core need not be on the machine that plans
         asked = load_config(PPOConfig, every, recipe=options.recipe).config
-        several = [role for role in ("actor", "critic") if sum(pool_sizes(config.trainer, role)) > 1]
+        several = [
+            role
+            for role in ("actor", "critic")
+            if (sum(pool_sizes(config.trainer, role)) if words else costs.cluster.devices) > 1
+        ]
         config = with_values(
             config, {STRATEGIES[role]: get_value(asked, STRATEGIES[role]) for role in several}
         )
@@ -108,7 +114,10 @@ def plan_run(options: argparse.Namespace) -> int:
     if config.actor_rollout_ref.model.path is None:
         raise ConfigError("plan: say for which model, as in model=Qwen/Qwen3-8B")
     job = job_of(config, shape_by_keys, prompt, response, options.reward_seconds)
-    costs = _costs(options.devices)
+    for role, shape in job.shapes.items():
+        is_megatrons = role in STRATEGIES and get_value(config, STRATEGIES[role]) == "megatron"
+        if is_megatrons and (refusal := family_refusal(shape.kind)):
+            raise ConfigError(f"plan: {refusal}")
     began = time.perf_counter()
     search = PlacementSearch(job, costs)
     if options.schedule:

@@ -8,7 +8,7 @@ What megatron-core does not serve here is refused before anything is allocated.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Sequence, Set
 from importlib.util import find_spec
 
 from hybridflow.config.layout import num_processes, pool_sizes, share_a_pool
@@ -22,6 +22,12 @@ ACTOR = "actor_rollout_ref.actor"
 REF = "actor_rollout_ref.ref"
 STRATEGIES = {"actor": f"{ACTOR}.strategy", "reference": f"{ACTOR}.strategy", "critic": "critic.strategy"}
 """The key of the engine, by role; models of other roles have PyTorch's."""
+SHARDING = {
+    f"{ACTOR}.strategy": (f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config"),
+    "critic.strategy": ("critic.fsdp_config",),
+    "engine.strategy": ("engine",),
+}
+"""The blocks of the sharding of the models that the key of an engine is for."""
 BLOCKS = {"actor": ACTOR, "reference": REF, "critic": "critic"}
 SIZES = (
     "ulysses_sequence_parallel_size",
@@ -30,6 +36,9 @@ SIZES = (
 """Keys below a role with the sizes of megatron-core's layout, which it has one of in a process."""
 UNREAD = ("fsdp_size", "reshard_after_forward", "forward_prefetch", "mixed_precision.reduce_dtype")
 """Keys of the sharding of a role that FSDP2 alone reads."""
+FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+"""Values of `model_type` whose layers megatron-core has, and whose weights `engines/megatron` maps."""
+WAY_OUT = "Set strategy=fsdp2, PyTorch's own engine, which trains it"
 TORCH = "PyTorch's own engine (FSDP2, tensor parallelism, stages by 1F1B)"
 
 
@@ -44,6 +53,17 @@ def megatron_serves(config: PPOConfig | SFTConfig, role: str = "actor") -> str |
     if processes == 1:
         return "one process divides nothing"
     return None
+
+
+def family_refusal(kind: str, why: Sequence[str] = ()) -> str | None:
+    """Return the message that megatron-core does not serve a model of this `model_type`, for these reasons or
+    because of the family; None where it does.
+    """
+    if kind not in FAMILIES:
+        why = [f"only {', '.join(FAMILIES)} are mapped"]
+    if not why:
+        return None
+    return f"strategy=megatron does not serve this model of model_type {kind!r}: {'; '.join(why)}. {WAY_OUT}"
 
 
 def megatron_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
@@ -64,13 +84,12 @@ def megatron_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
 
 def megatron_notes(config: PPOConfig | SFTConfig, given: Set[str]) -> Iterator[str]:
     """Yield one line for each engine of megatron-core with keys of FSDP2, of those that the user set."""
-    blocks = {"engine.strategy": ["engine"]}
+    keys = ["engine.strategy"]
     if isinstance(config, PPOConfig):
-        blocks = {f"{ACTOR}.strategy": [f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config"]}
-        if config.critic.enable:
-            blocks["critic.strategy"] = ["critic.fsdp_config"]
-    for key, within in blocks.items():
-        unread = [f"{block}.{name}" for block in within for name in UNREAD if f"{block}.{name}" in given]
+        keys = [f"{ACTOR}.strategy", *["critic.strategy"] * bool(config.critic.enable)]
+    for key in keys:
+        names = (f"{block}.{name}" for block in SHARDING[key] for name in UNREAD)
+        unread = [name for name in names if name in given]
         if unread and get_value(config, key) == "megatron":
             yield (
                 f"{', '.join(unread)} {'is' if len(unread) == 1 else 'are'} not read with {key}=megatron: "

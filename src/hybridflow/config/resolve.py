@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from hybridflow.config.convert import WRONG, WrongKeyRead
 from hybridflow.config.layout import VALIDATION, resolved_controller
-from hybridflow.config.megatron import TORCH, megatron_serves
+from hybridflow.config.megatron import SHARDING, TORCH, megatron_serves
 from hybridflow.config.needs import estimator_facts, is_given, loss_facts
 from hybridflow.config.reward import JUDGE_TERM, MODEL_TERM, has_judge
 from hybridflow.config.root import PPOConfig, SFTConfig
@@ -228,7 +228,8 @@ def _strategy(key: str, config: PPOConfig | SFTConfig, notes: list[str], role: s
         )
         return {key: "fsdp2"}
     notes.append(f"{key}=megatron: megatron-core trains, with the sizes of its block")
-    return {key: "megatron"}
+    # the ranks that its other sizes leave over have copies, as if one shard were of all of them
+    return {key: "megatron", **{f"{block}.fsdp_size": -1 for block in SHARDING[key]}}
 
 
 def _overlong(config: PPOConfig) -> int:

@@ -25,6 +25,7 @@ from hybridflow.data.loader import (
     ShuffledSampler,
     StatefulLoader,
 )
+from hybridflow.data.media import MediaReader
 from hybridflow.data.messages import SHAREGPT, check_messages
 from hybridflow.data.plugin import blaming, join_spec, load_function
 from hybridflow.data.preference import Comparison, PreferenceDataset, StepDataset
@@ -342,10 +343,11 @@ class DemonstratedPrompts:
         self._answers = RaggedInts()
         key = config.demonstration_key
         limit = config.max_response_length
+        reader = dataset.reader if isinstance(dataset, PromptDataset) else None
         self.report = RowReport(f"the training data's answers (data.demonstration_key={key})", len(dataset))
 
         def encode(index: int, _: int) -> list[int]:
-            return encode_demonstration(tokenizer, dataset[index], config)
+            return encode_demonstration(tokenizer, dataset[index], config, reader=reader)
 
         for index, answer in self.report.encoded(range(len(dataset)), encode):
             if len(answer) > limit:
@@ -366,33 +368,40 @@ class DemonstratedPrompts:
         )
 
 
-def encode_demonstration(tokenizer: Tokenizer, prompt: PromptRow, config: DataConfig) -> list[int]:
+def encode_demonstration(
+    tokenizer: Tokenizer, prompt: PromptRow, config: DataConfig, *, reader: MediaReader | None = None
+) -> list[int]:
     """Return the token ids of the answer that SFT would learn, end token included.
 
-    The column holds the answer's text, or messages that end in it and begin with the prompt's. Raises
-    TypeError or ValueError where it holds neither, or other messages than the prompt's.
+    The column holds the answer's text, or messages that end in it and begin with the prompt's, in which
+    `reader` reads pictures. Raises TypeError or ValueError where it holds neither, or other messages than the
+    prompt's, or an answer that has a picture.
     """
     value = prompt.row.get(config.demonstration_key)
     if value is None:
         value = prompt.row.get(SHAREGPT)
     asked = prompt.row.get("raw_prompt")
+    media = reader is not None
     if value is None:
         raise ValueError(f"no answer in the column {config.demonstration_key}: set data.demonstration_key")
     if isinstance(value, str) and not isinstance(asked, (list, tuple)):
         ids, mask = encode_pair(tokenizer, str(asked or ""), value)
     else:
         if isinstance(value, str):
-            messages = [*check_messages(asked), {"role": "assistant", "content": value}]
+            messages = [*check_messages(asked, media=media), {"role": "assistant", "content": value}]
         else:
-            messages = check_messages(value)
+            messages = check_messages(value, media=media)
             if messages[-1]["role"] != "assistant":
                 raise ValueError(
                     f"the last message has role {messages[-1]['role']}, wanted an answer of the assistant"
                 )
-            if isinstance(asked, (list, tuple)) and messages[:-1] != check_messages(asked):
+            if isinstance(asked, (list, tuple)) and messages[:-1] != check_messages(asked, media=media):
                 raise ValueError("the messages before the answer are not the prompt of the row")
         if not any(value for name, value in messages[-1].items() if name != "role"):
             raise ValueError("the answer is empty")  # else its end token alone would be learned
+        if reader is not None:
+            messages, _ = reader.in_parts(messages, prompt.row)
+            check_messages(messages[-1:])  # texts alone are learned
         template = ChatTemplate(tokenizer, config.apply_chat_template_kwargs)
         ids, mask = encode_conversation(template, messages)
     start, end = last_answer(mask)

@@ -52,10 +52,17 @@ def layout_lines(engine: RoleEngine, role: str) -> Iterator[Line]:
             how += f", every {layout.cp} ranks share their tokens"
         if layout.pp > 1:
             how += f"; {held[rank // layout.stage_size]}"
-        yield Line(f"{engine.role} rank {rank}", layout.place(rank), how)
+        yield Line(f"{engine.role} rank {rank}", _of_engine(engine, layout.place(rank)), how)
     if layout.world_size > MOST_RANKS:
         rest = f"{engine.role} ranks {MOST_RANKS} to {layout.world_size - 1}"
         yield Line(rest, "go on in the same way", "")
+
+
+def _of_engine(engine: RoleEngine, words: str) -> str:
+    """Return words on a layout as its engine has it: megatron-core keeps copies where FSDP2 has shards."""
+    if engine.strategy != "megatron":
+        return words
+    return words.replace("shards", "copies").replace("shard", "copy")
 
 
 def _layers(engine: RoleEngine, role: str) -> list[str]:
@@ -176,10 +183,13 @@ def _processes(plan: RunPlan) -> Iterator[Line]:
         yield Line(f"pool {pool.name}", f"{pool.devices:,} processes", how)
     for role, engine in plan.engines.items():
         spread = engine.layout
-        keys = f"fsdp_size={engine.fsdp.fsdp_size}, ulysses={spread.cp}, tensor_parallel_size={spread.tp}"
+        keys = f"fsdp_size={engine.fsdp.fsdp_size}"
+        if engine.strategy == "megatron":
+            keys = "megatron-core, whose copies divide the optimizer's state"
+        keys += f", ulysses={spread.cp}, tensor_parallel_size={spread.tp}"
         if spread.pp > 1:
             keys += f", pipeline_parallel_size={spread.pp}"
-        yield Line(f"{engine.role} is spread over", str(spread), keys)
+        yield Line(f"{engine.role} is spread over", _of_engine(engine, str(spread)), keys)
         yield from layout_lines(engine, role)
     if "reference" not in plan.engines and plan.pools_of("reference"):
         how = "LoRA: the actor with its adapters off, in the same processes"
@@ -302,7 +312,7 @@ def size_of_role(plan: RunPlan, role: str, engine: RoleEngine) -> ModelSize:
         lora=lora,
         trained=engine.trained,
         tensor=tensor,
-        experts_apart=engine.layout.ep > 1,
+        experts_apart=engine.layout.ep > 1 or engine.strategy == "megatron",
         blocks=blocks,
     )
 
@@ -332,7 +342,7 @@ def _pool_lines(plan: RunPlan, pool: PoolPlan, needs: Mapping[str, Needs]) -> It
         yield Line(f"memory{of} while {phase}", format_bytes(size), how)
     host = sum(part.size for need in needs.values() for part in need.parts if part.on_host)
     if host:
-        how = "estimate: what is offloaded of all roles"
+        how = "estimate: what all roles have there"
         yield Line(f"CPU memory{of}, offloaded", format_bytes(host), how)
 
 

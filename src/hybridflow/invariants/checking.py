@@ -24,6 +24,8 @@ from torch import Tensor
 
 from hybridflow.invariants.adapter import NotOffered, TrainerAdapter
 
+NO_ERROR = "no error"
+"""What is wanted of a call that has raised one."""
 Status = Literal["held", "failed", "not offered"]
 
 
@@ -144,7 +146,7 @@ def _try(adapter: Any, each: Property, kind: str) -> PropertyOutcome:
         got = type(error).__name__
         with contextlib.suppress(Exception):  # it may not even say what it is
             got = f"{got}: {error}".partition("\n")[0]
-        return PropertyOutcome(each.name, kind, "failed", call.given, got, "no error")
+        return PropertyOutcome(each.name, kind, "failed", call.given, got, NO_ERROR)
     return PropertyOutcome(each.name, kind, "held")
 
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.config.layout import ROLE_KEYS, engine_keys
+from hybridflow.config.layout import ROLE_KEYS, engine_keys, share_a_pool
 from hybridflow.config.megatron import STRATEGIES
 from hybridflow.config.model import NF4_BLOCK, SCALE_BLOCK, FSDPConfig, ModelConfig
 from hybridflow.config.needs import longest_row, rows_per_prompt
@@ -61,6 +61,8 @@ class RoleEngine:
     """Optimizer steps of a step of the run."""
     strategy: str = "fsdp2"
     """The key of that name."""
+    keeps_sent: bool = False
+    """Whether its ranks together keep a copy of the weights that they have sent last (`delta_push`)."""
 
     @classmethod
     def of(cls, config: PPOConfig, role: str, layout: ParallelLayout) -> RoleEngine:
@@ -74,6 +76,7 @@ class RoleEngine:
         block = get_value(config, path)
         mini = block.ppo_mini_batch_size
         epochs = getattr(block, "ppo_epochs", 1)
+        sends = config.trainer.val_in_background or not share_a_pool(config.trainer, "rollout", "actor")
         return cls(
             role.replace("_reward", " reward model"),
             layout,
@@ -88,6 +91,7 @@ class RoleEngine:
             epochs=epochs,
             optimizer_steps=math.ceil(config.data.train_batch_size / mini) * epochs,
             strategy=strategy,
+            keeps_sent=role == "actor" and sends and config.actor_rollout_ref.rollout.delta_push,
         )
 
     @property
@@ -147,7 +151,21 @@ class Needs(NamedTuple):
 
 
 def engine_needs(engine: RoleEngine, size: ModelSize, *, device: str) -> Needs:
-    """Estimate weights, masters, gradients, moments and activations; on a CPU offload moves nothing."""
+    """Estimate weights, masters, gradients, moments and activations, and the copy of weights that were sent
+    last, which is in CPU memory; on a CPU offload moves nothing.
+    """
+    needs = _computing_needs(engine, size, device)
+    if not engine.keeps_sent:
+        return needs
+    ranks = engine.layout.world_size
+    sent = math.ceil(size.whole.trained * size.itemsize / ranks)
+    how = f"{size.whole.trained:,} trained × {size.itemsize} bytes / {ranks} ranks (rollout.delta_push)"
+    away = is_accelerator(device)
+    part = MemoryItem("weights sent last", sent, how, away)
+    return needs._replace(parts=[*needs.parts, part], between=needs.between + (0 if away else sent))
+
+
+def _computing_needs(engine: RoleEngine, size: ModelSize, device: str) -> Needs:
     fsdp = engine.fsdp
     layout = engine.layout
     on_cpu = not is_accelerator(device)

@@ -113,6 +113,8 @@ class ModelShape:
     """Tensor parallelism can cut its layers."""
     can_deal: bool = True
     """Ranks can share its experts."""
+    kind: str = ""
+    """Its `model_type`."""
 
     def cuts(self, tensor: int) -> bool:
         """Return whether a tensor-parallel degree of `tensor` divides all dense layers."""
@@ -296,6 +298,7 @@ def _shape(config: Mapping[str, Any], text: Mapping[str, Any], name: str) -> Mod
         experts_per_token=per_token,
         can_cut=kinds.isdisjoint(UNCUT) and "vision_config" not in config,
         can_deal=kinds.isdisjoint(UNDEALT),
+        kind=str(config.get("model_type", "")),
     )
 
 

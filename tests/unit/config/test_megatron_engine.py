@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from hybridflow.config import DPOConfig, PPOConfig, SFTConfig
+from hybridflow.config.checks.cluster import actor_layout, sft_layout_problems
+from hybridflow.config.checks.model import model_problems
 from hybridflow.config.checks.root import find_notes
 from hybridflow.config.load import load_config
 from hybridflow.config.megatron import megatron_problems, megatron_serves
@@ -95,6 +99,38 @@ def test_keys_of_fsdp_are_told_not_to_be_read() -> None:
     assert of_actor.startswith("actor_rollout_ref.ref.fsdp_config.fsdp_size is not read with actor_rollout")
     assert of_critic.startswith("critic.fsdp_config.fsdp_size is not read with critic.strategy=megatron")
     assert not notes(PPOConfig, KL, CRITIC[1], "critic.strategy=fsdp2", *sharding[1:])
+
+
+@pytest.mark.usefixtures("installed")
+def test_fsdp_size_cuts_nothing() -> None:
+    sizes = ["expert_parallel_size=4", "fsdp_size=2"]
+    words = ["trainer.n_gpus_per_node=4", *(f"actor_rollout_ref.actor.fsdp_config.{size}" for size in sizes)]
+    assert not list(actor_layout(resolved(PPOConfig, *words)[0]))
+    (said,) = actor_layout(load_config(PPOConfig, words).config)
+    assert "expert_parallel_size=4 does not divide the 2 ranks" in said
+    words = ["trainer.n_gpus_per_node=4", *(f"engine.{size}" for size in sizes)]
+    assert not list(sft_layout_problems(resolved(SFTConfig, *words)[0]))
+
+
+@pytest.mark.usefixtures("installed")
+def test_experts_stay_whole_beside_slices(tmp_path: Path) -> None:
+    """FSDP2 deals them to ranks of tensor parallelism only by expert_parallel_size; megatron-core has each
+    rank keep them all.
+    """
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe", "num_experts": 4}')
+    roles = ("actor_rollout_ref.actor.", "actor_rollout_ref.ref.", "critic.")
+    words = [*CRITIC, KL, *(f"{role}fsdp_config.tensor_parallel_size=2" for role in roles)]
+    words += [f"{block}.path='{tmp_path}'" for block in ("actor_rollout_ref.model", "critic.model")]
+
+    def refused(*more: str) -> list[str]:
+        config = resolved(PPOConfig, *words, "trainer.n_gpus_per_node=2", *more)[0]
+        return [problem for problem in model_problems(config) if "which are not cut" in problem]
+
+    assert not refused()
+    (said,) = refused("critic.strategy=fsdp2")
+    assert said.startswith("critic.model.path")
+    config = resolved(SFTConfig, f"model.path='{tmp_path}'", "engine.tensor_parallel_size=2")[0]
+    assert not any("which are not cut" in problem for problem in model_problems(config))
 
 
 def test_pytorch_serves_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,6 +132,14 @@ memory of each process of train, actor: weights: {W}
 memory of each process of made, KV cache, at most: {256 * 256 * (2 * LAYERS + 1) * HEAD * 4}
 not memory of each process of made, actor
 
+deltas: trainer.device=cuda trainer.resource_pools={train:[2],made:[1]} trainer.placement={rollout:made} \
+actor_rollout_ref.rollout.delta_push=true
+memory of each process of train, actor: weights sent last: {2 * W // 2}
+CPU memory of each process of train, offloaded: {2 * W // 2}
+
+deltas that nothing sends: trainer.device=cuda actor_rollout_ref.rollout.delta_push=true
+not memory, actor: weights sent last|CPU memory, offloaded
+
 shared tokens: trainer.n_gpus_per_node=4 actor_rollout_ref.actor.ulysses_sequence_parallel_size=2
 actor rows per process and mini-batch, about: 32
 actor is spread over: 4 ranks (shards 4, sequence 2)

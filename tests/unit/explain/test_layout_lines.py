@@ -48,6 +48,12 @@ def test_megatron_core_gives_each_stage_as_many_layers(tmp_path: Path) -> None:
     assert ends[3::4] == ["layer 7, last norm and head", "layers 6 to 7, last norm and head"]
 
 
+def test_megatron_core_has_copies_where_fsdp_has_shards(model: ModelConfig) -> None:
+    engine = RoleEngine("actor", ParallelLayout(dp_shard=2, tp=2), FSDPConfig(), model, strategy="megatron")
+    places = [line.value for line in layout_lines(engine, "actor")]
+    assert places[:2] == ["copy 1 of 2, slice 1 of 2", "copy 1 of 2, slice 2 of 2"]
+
+
 def test_slices_share_rows_and_copies_do_not(model: ModelConfig) -> None:
     lines = drawn(ParallelLayout(dp_replicate=2, tp=2), model)
     assert lines[1] == "actor rank 1: copy 1 of 2, slice 2 of 2: rows of part 1 of 2"

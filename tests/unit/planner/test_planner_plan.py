@@ -320,6 +320,14 @@ def test_megatron_holds_weights_and_gradients_whole_and_shares_the_rest() -> Non
     )
 
 
+def test_a_family_that_megatron_core_does_not_train_has_no_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["plan", "--recipe", "grpo", "model=GLM-4.5-Air", MEGATRON[0]]
+    assert main([*words, "--devices", "64xH100"]) == 1
+    said = capsys.readouterr().err
+    assert "does not serve this model of model_type 'glm4_moe': only llama, mistral" in said
+    assert "Set strategy=fsdp2" in said
+
+
 def test_plans_of_megatron_are_by_the_key_alone(capsys: pytest.CaptureFixture[str]) -> None:
     """megatron-core is not installed here; its roles have one layout, and nothing that it does not do."""
     words = ["plan", "--recipe", "ppo", "model=Qwen2.5-7B", "--devices", "16xH100", "--best", "3"]
@@ -327,6 +335,8 @@ def test_plans_of_megatron_are_by_the_key_alone(capsys: pytest.CaptureFixture[st
     assert main([*words, kl, *MEGATRON]) == 0
     out = capsys.readouterr().out
     assert "offload" not in out and "fsdp_size" not in out
+    assert main([*words, kl]) == 0
+    assert capsys.readouterr().out != out, "memory and layouts are its own"
     assert main([*words, kl, *MEGATRON, "actor_rollout_ref.model.lora_rank=8"]) == 1
     assert "strategy=megatron does not go with actor_rollout_ref.model.lora_rank=8" in capsys.readouterr().err
     planned = job("ppo", "Qwen2.5-7B", kl)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 from tiny_trainer import build, ppo_config
 
+from hybridflow.data.tasks.red_squares import RedSquares
 from hybridflow.errors import ConfigError
 from hybridflow.observability.trackers.jsonl import read_metrics
-from picture_models import picture_model
+from picture_models import create_tiny_vlm, picture_model
 
 PICTURES = (
     "data.task.name=red_squares",
@@ -52,6 +54,39 @@ def test_what_reads_text_alone_is_refused(keys: list[str], said: str, tmp_path: 
     config = ppo_config(picture_model(), tmp_path / "run", *PICTURES, *keys, own)
     with pytest.raises(ConfigError, match=f"the data has pictures, and .*{said}"), build(config):
         pass
+
+
+def test_a_student_learns_the_answers_of_the_data_to_pictures_in_messages(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """GKD without answers of the student's: pictures are parts of messages, and one answer has one itself."""
+    rows = []
+    for row in RedSquares().rows("train", 5):
+        url = "data:image/png;base64," + base64.b64encode(row["images"][0]["bytes"]).decode()
+        picture = {"type": "image_url", "image_url": {"url": url}}
+        prompt = [{"role": "user", "content": [picture, {"type": "text", "text": "red ?"}]}]
+        answer = [{"type": "text", "text": row["reward_model"]["ground_truth"]}]
+        drawn = [picture] if len(rows) == 4 else []
+        told = [*prompt, {"role": "assistant", "content": [*answer, *drawn]}]
+        rows.append({"prompt": prompt, "messages": told, "reward_model": row["reward_model"]})
+    teacher = create_tiny_vlm(tmp_path / "teacher", hidden=32, vision_layers=1, seed=5)
+    (tmp_path / "rows.json").write_text(json.dumps(rows))
+    keys = (
+        *("data.task.name=null", f"data.train_files='{tmp_path / 'rows.json'}'", "data.train_batch_size=4"),
+        *("data.max_prompt_length=48", "data.max_response_length=4"),
+        *("algorithm.adv_estimator=on_policy_distillation", "distillation.lmbda=0"),
+        *(f"distillation.distillation_loss.{key}" for key in ("use_task_rewards=false", "loss_mode=jsd")),
+        f"distillation.teacher_model.path='{teacher}'",
+        *("actor_rollout_ref.rollout.n=1", "actor_rollout_ref.actor.ppo_mini_batch_size=4"),
+        *("trainer.test_freq=-1", "trainer.total_training_steps=1"),
+    )
+    with build(ppo_config(picture_model(), tmp_path / "run", *keys)) as trainer:
+        batch = trainer.source.next(1).rows
+        _, metrics = trainer.step(batch, 1)
+    found = metrics.to_floats()
+    assert len(batch) == 4 and batch.batch["is_demonstration"].all()
+    assert "1 of 5 rows" in caplog.text and "has a part of type 'image'" in caplog.text
+    assert found["actor/distillation_loss"] > 0 and found["actor/grad_norm"] > 0
 
 
 def test_ranks_that_share_rows_read_no_pictures(tmp_path: Path) -> None:

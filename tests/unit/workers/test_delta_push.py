@@ -9,9 +9,13 @@ import torch
 from test_rollout_worker import EOS, LIMITS, actor_engine, folder, model, requests, tokens
 
 from hybridflow.config.actor_rollout_ref import ActorConfig, RolloutConfig
+from hybridflow.config.model import FSDPConfig, ModelConfig
 from hybridflow.controller.local import LocalBackend
+from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.distributed.shards import Box
 from hybridflow.engines.fsdp.engine import FSDPEngine
+from hybridflow.models.files.size import size_of
+from hybridflow.planner.memory import RoleEngine, engine_needs
 from hybridflow.weight_sync.push import Delta
 from hybridflow.workers import ActorGroup, ActorWorker, RolloutGroup, RolloutWorker
 from hybridflow.workers.rollout_build import build_rollout_worker
@@ -105,6 +109,19 @@ def test_few_bytes_travel_and_the_replica_has_the_actors_weights(folder: str) ->
     rollout.update_from(actor, 5)
     assert rollout.pushed_bytes() == pytest.approx(whole, rel=0.01), "a whole tensor takes fewer bytes"
     assert same_weights(engine, worker)
+
+
+def test_the_plan_has_the_copy_that_the_sender_keeps(folder: str) -> None:
+    actor, rollout, _, _ = groups(folder)
+    rollout.update_from(actor, 1)
+    sent = actor.backend.worker("actor")._export._sent  # type: ignore[attr-defined]
+    keys = ModelConfig(path=folder)
+    size = size_of("policy", keys, dtype="float64", device=torch.device("cpu"))
+    engine = RoleEngine("actor", ParallelLayout(), FSDPConfig(), keys, rows=8, longest=64, keeps_sent=True)
+    (part,) = engine_needs(engine, size, device="cuda").parts[-1:]
+    assert (part.label, part.size, part.on_host) == ("weights sent last", sent.nbytes, True)
+    here = engine_needs(engine, size, device="cpu").between
+    assert here == engine_needs(replace(engine, keeps_sent=False), size, device="cpu").between + sent.nbytes
 
 
 @pytest.mark.parametrize("lost", ["version", "weight"])

@@ -15,11 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from hybridflow.config.checks.paths import first_row
+from hybridflow.config.layout import ROLE_KEYS
+from hybridflow.config.megatron import STRATEGIES
 from hybridflow.config.model import NUMBERS_OF_EXPERTS, TOKENIZER_FILES, FSDPConfig, ModelConfig
 from hybridflow.config.needs import built_models, needs_teacher, reads_text_alone, teacher_reader
 from hybridflow.config.paths import is_remote, is_written_as_path, local
 from hybridflow.config.reward import RewardModelRoleConfig, has_judge
 from hybridflow.config.root import PPOConfig, SFTConfig
+from hybridflow.config.tree import get_value
 
 NUMBERS_OF_HEADS = ("num_attention_heads", "num_key_value_heads")
 INDEX = "model.safetensors.index.json"
@@ -32,9 +35,11 @@ EXAMPLE = "Qwen/Qwen2.5-0.5B-Instruct"
 def model_problems(config: PPOConfig | SFTConfig) -> Iterator[str]:
     """Yield one line for each problem with the models of the roles that the run builds, but for weights."""
     first = None
+    engines = {ROLE_KEYS[role].model: key for role, key in STRATEGIES.items()} | {"model": "engine.strategy"}
     for block, model, fsdp in built_models(config):
         if fsdp is not None:
-            yield from _divided(model, fsdp, block)
+            cores = block in engines and get_value(config, engines[block]) == "megatron"
+            yield from _divided(model, fsdp, block, cores=cores)
         if isinstance(config, PPOConfig) and block == ACTOR_MODEL:
             rollout = config.actor_rollout_ref.rollout
             if rollout.name == "native":
@@ -63,8 +68,10 @@ def _named_teachers(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, ModelC
             yield f"distillation.teachers.{name}", model
 
 
-def _divided(model: ModelConfig, fsdp: FSDPConfig, key: str) -> Iterator[str]:
-    """Yield one line for too few layers for the stages, and for heads and experts that ranks cannot share."""
+def _divided(model: ModelConfig, fsdp: FSDPConfig, key: str, *, cores: bool) -> Iterator[str]:
+    """Yield one line for too few layers for the stages, and for heads and experts that ranks cannot share;
+    megatron-core (`cores`) keeps experts whole where it cuts the rest of a layer.
+    """
     sizes = _sizes(model)
     where = f"{key}.path={model.path}"
     yield from _heads(sizes, fsdp.tensor_parallel_size, "fsdp_config.tensor_parallel_size", key, model)
@@ -88,7 +95,7 @@ def _divided(model: ModelConfig, fsdp: FSDPConfig, key: str) -> Iterator[str]:
             f"{where} {what}, and only dense models of text are held in 4 bits: leave {key}.quantization="
             f"{model.quantization} out"
         )
-    if experts and ranks == 1 and fsdp.tensor_parallel_size > 1:
+    if experts and ranks == 1 and fsdp.tensor_parallel_size > 1 and not cores:
         yield (
             f"{where} has {experts} experts, which are not cut by fsdp_config.tensor_parallel_size="
             f"{fsdp.tensor_parallel_size}: let its ranks share them by fsdp_config.expert_parallel_size of 2 "

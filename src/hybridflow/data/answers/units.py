@@ -108,7 +108,7 @@ def split_unit(tokens: Sequence[Token]) -> tuple[list[Token], Unit | None]:
     Words behind the number are its unit, whatever they are, but for those that multiply it (5 million). An
     answer that begins with words and has no number before them has none.
     """
-    number = list(tokens)
+    number = _with_rate(tokens)
     if number and number[0].kind == "word" and not _is_currency_word(number[0]):
         return number, None
     names: list[str] = []
@@ -134,6 +134,29 @@ def split_unit(tokens: Sequence[Token]) -> tuple[list[Token], Unit | None]:
     return _joined(number, _unit(names))
 
 
+def _with_rate(tokens: Sequence[Token]) -> list[Token]:
+    """Return the tokens with the letters of a rate at their end as words: h or s behind a unit and a slash,
+    as in km/h, and the m of 10 m/s behind a number without letters; the time may be squared, as in m/s^2.
+    """
+    found = list(tokens)
+    end = next(
+        (len(found) - place for place, token in enumerate(reversed(found[-5:])) if token.text in ("h", "s")),
+        0,
+    )
+    ends = "".join(token.text for token in found[end:])
+    if end < 4 or found[end - 2].text != "/" or ends not in ("", "^2", "^{2}"):
+        return found
+    above = found[end - 3]
+    before = found[: end - 3]
+    is_metre = (
+        above.text == "m" and above.spaced and all(token.kind in ("number", "sign") for token in before)
+    )
+    if is_metre or (above.kind == "word" and above.text in _UNITS):
+        found[end - 3] = above._replace(kind="word")
+        found[end - 1] = found[end - 1]._replace(kind="word")
+    return found
+
+
 def _joined(number: list[Token], unit: Unit) -> tuple[list[Token], Unit]:
     """Return 2 h 30 with the unit min as 2 * 60 + 30, where both units are of one kind."""
     words = [place for place, token in enumerate(number) if token.kind == "word"]
@@ -156,8 +179,7 @@ def _unit_at_end(tokens: list[Token]) -> tuple[int, str] | None:
     """Return how many tokens at the end are a piece of a unit, and the piece; None for another end."""
     texts = [token.text for token in tokens[-4:]]
     last = tokens[-1]
-    is_time = last.text in ("h", "s") and len(tokens) > 3 and texts[2] == "/"  # of km/h
-    if last.kind == "word" or (is_time and tokens[-3].kind == "word" and texts[1] in _UNITS):
+    if last.kind == "word":
         return 1, last.text.casefold()
     if last.text in _CURRENCIES | {"%", "¢"}:
         return 1, last.text

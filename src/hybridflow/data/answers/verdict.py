@@ -42,6 +42,8 @@ from hybridflow.data.answers.values import step_of
 
 _WHOLE = re.compile(r"[-+]?[0-9]{1,999}")
 _LETTERS = re.compile(r"[A-Za-z]{3,9}")
+_METRES = re.compile(r"[\s,]m\s*/\s*[hs]\b")
+"""A rate whose unit of length is one letter, which may as well be a variable."""
 _ABOUT = re.compile(r"^([\s$]*)(?:\\(?:approx|simeq)(?![A-Za-z])|≈)")
 r"""What may stand before a number that is rounded: \approx 3.5."""
 _STATEMENTS = frozenset({"forall", "exists", "nexists", "neg", "to", "implies", "iff", "pmod", "notin"})
@@ -128,7 +130,9 @@ def _condensed(text: str) -> str:
 
 
 def _forms(text: str) -> list[Form]:
-    """Return the readings of a text: where its commas may part thousands or numbers, both."""
+    """Return the readings of a text: where its commas may part thousands or numbers, both; 10 m/s may also be
+    a product.
+    """
     readings = [True]
     if THOUSANDS.search(text):
         whole = text.strip("\\$ .")
@@ -140,7 +144,11 @@ def _forms(text: str) -> list[Form]:
     forms: list[Form] = []
     for thousands in readings:
         try:
-            forms.append(read(tokens_of(text, SHORT_UNITS, thousands=thousands)))
+            tokens = tokens_of(text, SHORT_UNITS, thousands=thousands)
+            forms.append(read(tokens))
+            if _METRES.search(text):
+                product = [each._replace(spaced=each.spaced and each.text != "m") for each in tokens]
+                forms.append(read(product))
         except UnreadableExpression:
             continue
     return forms

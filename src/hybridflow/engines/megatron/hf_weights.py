@@ -27,9 +27,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from hybridflow.config.megatron import WAY_OUT
 from hybridflow.distributed.mesh import EngineMesh
 from hybridflow.distributed.shards import Box
-from hybridflow.engines.megatron.network import WAY_OUT, Network
+from hybridflow.engines.megatron.network import Network
 from hybridflow.errors import ModelError
 from hybridflow.models.policy import PolicyModel
 from hybridflow.models.value import ValueModel

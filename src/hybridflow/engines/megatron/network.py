@@ -33,6 +33,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from hybridflow.config.megatron import family_refusal
 from hybridflow.distributed.layout import ParallelLayout
 from hybridflow.errors import ModelError
 from hybridflow.models.attention.layouts import Layout, PackedLayout
@@ -43,10 +44,7 @@ from hybridflow.models.policy import PolicyModel
 from hybridflow.models.value import ValueModel
 from hybridflow.protocol.packing import PackedBatch
 
-FAMILIES = ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
-"""Values of `model_type` whose layers megatron-core has, and whose weights `hf_weights` maps."""
 ROPES = ("default", "linear", "llama3")
-WAY_OUT = "Set strategy=fsdp2, PyTorch's own engine, which trains it"
 
 
 @dataclass(frozen=True)
@@ -166,13 +164,11 @@ class Network(GPTModel):  # type: ignore[misc]
 def check_family(config: Any, layout: ParallelLayout, parts: int) -> None:
     """Raise ModelError for a model or a layout that megatron-core does not serve here."""
     kind = config.model_type
-    why = [f"only {', '.join(FAMILIES)} are mapped"]
-    if kind in FAMILIES:
-        why = [*_odd_parts(config), *_odd_sizes(config, layout, parts)]
-    if why:
-        raise ModelError(
-            f"strategy=megatron does not serve this model of model_type {kind!r}: {'; '.join(why)}. {WAY_OUT}"
-        )
+    refusal = family_refusal(kind)
+    if refusal is None:
+        refusal = family_refusal(kind, [*_odd_parts(config), *_odd_sizes(config, layout, parts)])
+    if refusal is not None:
+        raise ModelError(refusal)
 
 
 def _odd_parts(config: Any) -> Iterator[str]:

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 from kill_resume import differences
-from ray_runs import under_ray
+from ray_runs import OWN_POOL, under_ray
 from tiny_run import Inputs, metrics_of, small_run
 
 from hybridflow.controller.ray.backend import RayBackend
@@ -42,15 +42,10 @@ def validations_of(run: Path) -> list[int]:
     return sorted(int(line.split('"step": ')[1].split(",")[0]) for line in lines if "val-core" in line)
 
 
-@pytest.mark.timeout(1800)
-@pytest.mark.xdist_group("other-ray")
-def test_the_process_of_the_replica_is_killed_and_the_numbers_are_those_of_a_run_that_waits(
-    inputs: Inputs,
-    ordinary: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+def kill_the_replica(monkeypatch: pytest.MonkeyPatch) -> tuple[list[RayBackend], list[int]]:
+    """Have the replica's process killed at the validation of step 2; return the lists of a run's backends and
+    of the process's id, which fill as it goes on.
+    """
     backends: list[RayBackend] = []
     made = RayBackend.__init__
     measure = Validator.measure
@@ -69,11 +64,52 @@ def test_the_process_of_the_replica_is_killed_and_the_numbers_are_those_of_a_run
 
     monkeypatch.setattr(RayBackend, "__init__", note)
     monkeypatch.setattr(Validator, "measure", measured)
+    return backends, pids
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.xdist_group("other-ray")
+def test_the_process_of_the_replica_is_killed_and_the_numbers_are_those_of_a_run_that_waits(
+    inputs: Inputs,
+    ordinary: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    backends, pids = kill_the_replica(monkeypatch)
     assert main(command(inputs, tmp_path / "run", *BESIDE)) == 0
     assert len(backends) == 3 and len(pids) == 1 and not psutil.pid_exists(pids[0])
     assert "the replica that validates was started again" in caplog.text
     assert differences(tmp_path / "run", ordinary) == []
     assert validations_of(tmp_path / "run") == [0, 2, 4, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.xdist_group("other-ray")
+def test_beside_generation_without_a_pause_each_step_has_the_validation_of_its_checkpoint(
+    inputs: Inputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    keys = (
+        "trainer.schedule=fully_async",
+        "trainer.total_training_steps=4",
+        "algorithm.rollout_correction.rollout_is=token",
+    )
+    run = tmp_path / "run"
+    backends, pids = kill_the_replica(monkeypatch)
+    assert main(command(inputs, run, *keys, *OWN_POOL, *BESIDE)) == 0
+    assert len(backends) == 3 and len(pids) == 1 and not psutil.pid_exists(pids[0])
+    assert "the replica that validates was started again" in caplog.text
+    assert validations_of(run) == [0, 2, 4]
+    for step in (2, 4):
+        again = tmp_path / f"again_{step}"
+        checkpoint = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={run}/global_step_{step}")
+        assert main(command(inputs, again, *keys, "trainer.val_only=true", *checkpoint)) == 0
+        of_step = [
+            {name: value for name, value in metrics_of(each)[step].items() if name.startswith("val-")}
+            for each in (run, again)
+        ]
+        assert of_step[0] == of_step[1]
 
 
 @pytest.mark.slow

@@ -182,8 +182,17 @@ def test_numbers_and_weights_are_those_of_a_run_that_waits(
     assert len(scene.groups) == 1
 
 
-def test_batches_made_ahead_are_those_of_a_run_that_waits(model: Path, tmp_path: Path) -> None:
-    keys = ("trainer.schedule=one_step_off", "algorithm.rollout_correction.rollout_is=token")
+@pytest.mark.parametrize(
+    ("schedule", "ahead"), [("one_step_off", 1), ("exact_async", 2), ("colocated_async", 0)]
+)
+def test_batches_made_ahead_are_those_of_a_run_that_waits(
+    model: Path, tmp_path: Path, schedule: str, ahead: int
+) -> None:
+    keys = (
+        f"trainer.schedule={schedule}",
+        f"trainer.async.run_ahead={ahead}",
+        "algorithm.rollout_correction.rollout_is=token",
+    )
     with build(ppo_config(model, tmp_path / "waits", *KEYS, *keys)) as trainer:
         trainer.fit()
         wanted = weights(actor_module(trainer))
@@ -365,6 +374,38 @@ def test_a_run_that_is_killed_redoes_what_was_under_way(
     assert_same(run, ordinary[0])
 
 
+@pytest.mark.parametrize("schedule", ["one_step_off", "exact_async", "fully_async", "colocated_async"])
+def test_each_schedule_redoes_what_was_under_way_and_waits_for_the_last_one(
+    model: Path, tmp_path: Path, schedule: str
+) -> None:
+    run = tmp_path / "run"
+    keys = (f"trainer.schedule={schedule}", "algorithm.rollout_correction.rollout_is=token")
+    end = threading.Event()
+    with pytest.raises(Killed), beside(model, run, *keys, close_seconds=0.01) as scene:
+
+        def die() -> None:
+            raise Killed
+
+        scene.before_validation[2] = let(end)
+        scene.before_training[3] = die
+        scene.trainer.fit()
+    end.set()
+    callback = Ends(4)
+    with pytest.raises(Stopped), beside(model, run, *keys) as scene:
+        scene.trainer.trackers.trackers.append(CallbackTracker([callback], run))
+        scene.trainer.fit()
+    assert callback.heard == [2, 4]
+    logged = metrics_of(run)
+    assert sorted(logged) == [0, 1, 2, 3, 4]
+    for step in (2, 4):  # of the weights of its own step, whatever was generated and trained beside it
+        checkpoint = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={run}/global_step_{step}")
+        config = ppo_config(model, tmp_path / str(step), *KEYS, *keys, "trainer.val_only=true", *checkpoint)
+        with build(config) as trainer:
+            wanted = trainer.fit()
+        found = {name: value for name, value in logged[step].items() if name.startswith("val-")}
+        assert found == {name: value for name, value in wanted.items() if name.startswith("val-")}
+
+
 def test_a_run_that_is_killed_after_it_was_logged_does_not_redo_it(
     model: Path, tmp_path: Path, ordinary: tuple[Path, dict[str, torch.Tensor]]
 ) -> None:
@@ -467,25 +508,32 @@ def test_a_callback_that_hears_of_it_late_ends_the_run_in_order(model: Path, tmp
     assert newest_checkpoint(tmp_path / "run") == tmp_path / "run" / "global_step_2"
 
 
+@dataclass
+class Ends:
+    """Ends a run after a step."""
+
+    last: int
+    heard: list[int] = field(default_factory=list)
+    """The steps whose validations it has heard of."""
+
+    def on_step_end(self, step: int, metrics: dict[str, float]) -> bool:
+        return step == self.last
+
+    def on_validation(self, step: int, metrics: dict[str, float]) -> None:
+        self.heard.append(step)
+
+
 def test_a_callback_that_ends_the_run_after_a_step_hears_of_its_validation(
     model: Path, tmp_path: Path, ordinary: tuple[Path, dict[str, torch.Tensor]]
 ) -> None:
-    heard: list[int] = []
-
-    class Ends:
-        def on_step_end(self, step: int, metrics: dict[str, float]) -> bool:
-            return step == 4
-
-        def on_validation(self, step: int, metrics: dict[str, float]) -> None:
-            heard.append(step)
-
+    callback = Ends(4)
     with pytest.raises(Stopped), beside(model, tmp_path / "run") as scene:
         fourth = threading.Event()
         scene.before_training[4] = fourth.set
         scene.before_validation[2] = let(fourth)
-        scene.trainer.trackers.trackers.append(CallbackTracker([Ends()], tmp_path / "run"))
+        scene.trainer.trackers.trackers.append(CallbackTracker([callback], tmp_path / "run"))
         scene.trainer.fit()
-    assert heard == [0, 2, 4]
+    assert callback.heard == [0, 2, 4]
     assert metrics_of(tmp_path / "run") == {
         step: line for step, line in metrics_of(ordinary[0]).items() if step < 5
     }
@@ -546,16 +594,12 @@ def test_the_seconds_beside_training_are_no_part_of_the_step(model: Path, tmp_pa
 def test_a_last_validation_that_fails_is_told_and_the_callback_still_ends_the_run(
     model: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    class Ends:
-        def on_step_end(self, step: int, metrics: dict[str, float]) -> bool:
-            return step == 2
-
     def fail() -> None:
         raise RewardError("no such answer")
 
     with pytest.raises(Stopped), beside(model, tmp_path / "run") as scene:
         scene.before_validation[2] = fail
-        scene.trainer.trackers.trackers.append(CallbackTracker([Ends()], tmp_path / "run"))
+        scene.trainer.trackers.trackers.append(CallbackTracker([Ends(2)], tmp_path / "run"))
         scene.trainer.fit()
     assert "the last validation beside training has failed: no such answer" in caplog.text
     assert newest_checkpoint(tmp_path / "run") == tmp_path / "run" / "global_step_2"

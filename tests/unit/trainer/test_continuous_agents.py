@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 import threading
 from collections import Counter
@@ -10,11 +11,13 @@ from typing import Any
 
 import pytest
 from test_agent_loop_training import keys as agent_keys
+from test_agent_training import config as world_config
 from test_continuous import COLOCATED, GROUPS, GRPO, STEPS, Run
 from tiny_trainer import build, ppo_config
 
 from hybridflow.agent.runner import Runner
 from hybridflow.errors import Stopped
+from hybridflow.processes.hosts import Hosts
 from hybridflow.trainer.schedules.ledger_state import GroupPhase
 
 
@@ -39,6 +42,26 @@ def test_the_bound_on_trajectories_holds_for_all_groups_together(
     folder.mkdir()
     Run(model, folder, *GRPO, *COLOCATED, *agent_keys(tmp_path), bound, steps=2).train()
     assert peak == 2
+
+
+def test_a_validation_has_processes_of_its_own_while_training_episodes_go_on(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loops: dict[int, set[int]] = {}  # the event loops of each pool of processes
+    kept: list[Any] = []
+    run = Hosts.run
+
+    async def noted(self: Hosts, *args: Any) -> Any:
+        kept.append((self, asyncio.get_running_loop()))  # so that no other one gets its id
+        loops.setdefault(id(self), set()).add(id(asyncio.get_running_loop()))
+        return await run(self, *args)
+
+    monkeypatch.setattr(Hosts, "run", noted)
+    keys = ("actor_rollout_ref.rollout.agent.num_workers=1", "trainer.val_before_train=true")
+    with build(world_config(model, tmp_path / "run", "Echo", *COLOCATED, *keys)) as trainer:
+        trainer.fit()
+    assert sorted(map(len, loops.values())) == [1, 2], "training has one, and each validation"
+    assert not set.intersection(*loops.values())
 
 
 def test_a_stop_while_the_engines_are_served_loses_no_group(model: Path, tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from hybridflow.config.layout import (
 from hybridflow.config.needs import has_own_reference, has_validation, is_given, needs_reference
 from hybridflow.config.reward import has_classifier, has_judge
 from hybridflow.config.root import PPOConfig, SFTConfig
+from hybridflow.config.trainer import EXACT_SCHEDULES
 from hybridflow.errors import install_extra
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -152,6 +153,18 @@ def validation_layout(config: PPOConfig) -> Iterator[str]:
         yield (
             f"trainer.placement.{VALIDATION} has {devices} devices on its nodes, and it is one replica of "
             f"{ROLLOUT}.tensor_model_parallel_size={width}: give its pool [{width}]"
+        )
+
+
+def validation_port(config: PPOConfig) -> Iterator[str]:
+    """Yield one line where the agents of training and those of a validation would listen at one port."""
+    schedule = config.trainer.schedule
+    port = config.actor_rollout_ref.rollout.agent.endpoint_port
+    if port and has_validation(config) and schedule not in ("sync", *EXACT_SCHEDULES):
+        yield (
+            f"{ROLLOUT}.agent.endpoint_port={port} with trainer.schedule={schedule} and validation data: "
+            "episodes of training go on during a validation, and the agents of both cannot listen at one "
+            f"port: set {ROLLOUT}.agent.endpoint_port=0"
         )
 
 
@@ -286,6 +299,7 @@ RULES = (
     judge_layout,
     quantized_actor,
     validation_layout,
+    validation_port,
     frozen_adapters,
 )
 """The rules of processes and layouts of a run of reinforcement learning."""

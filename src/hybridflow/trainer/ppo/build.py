@@ -281,9 +281,12 @@ def _trainer(
             validator = Validator(data.val_dataset, pipeline, roles.rollout, samples, run.timer)
             state.validation_due &= not has_validation_of(run.folder.path, state.step)
         beside = None
-        if validator is not None and config.trainer.val_in_background:
+        in_background = config.trainer.val_in_background
+        if validator is not None and (in_background or isinstance(source, ContinuousSource)):
+            # episodes of training go on meanwhile, and one event loop at a time may use agents
             own = stack.enter_context(closing(Agents(config, tokenizer, data.agent_names)))
             validator.pipeline = RolloutPipeline(rewards, tokenizer, config, own, needs, traces)
+        if validator is not None and in_background:
             validator.timer = Timer(role=VALIDATION)
             starter = validation_starter(config, tokenizer, run.start, run.folder.nonfinite)
             started_beside = BackgroundValidation(

@@ -25,6 +25,7 @@ from hybridflow.models.adapters.lora import LoraSettings  # noqa: E402
 from hybridflow.models.tiny import create_tiny_model  # noqa: E402
 
 ALL = (tuple(range(7)),)
+NF4 = LoraSettings(rank=4, quantization="nf4")
 WHOLE_ROWS = {"sizes": {"sequence": 2}, "deal": ALL}
 
 CASES: dict[str, dict[str, Any]] = {
@@ -41,6 +42,12 @@ CASES: dict[str, dict[str, Any]] = {
     },
     "no rows on a rank": {"deal": ((0, 1, 3), ())},
     "adapters": {"folder": "untied", "lora": LoraSettings(rank=4)},
+    "a base in 4 bits": {"folder": "untied", "lora": NF4},
+    "a base in 4 bits, all on the CPU": {
+        "folder": "untied",
+        "lora": NF4,
+        "fsdp": FSDPConfig(offload_policy=True),
+    },
     "tensor parallel": {"folder": "untied", "sizes": {"tensor": 2}, "deal": ALL},
     "pipeline": {"folder": "untied", "sizes": {"pipeline": 2}, "deal": ALL},
     "pipeline, two parts a stage": {

@@ -29,6 +29,7 @@ PINS = features("sim").pins_memory
 QUICK = (
     "full shard",
     "all on the CPU",
+    "a base in 4 bits, all on the CPU",
     "at rest between phases",
     "no rows on a rank",
     "tensor parallel",
@@ -81,7 +82,7 @@ def test_two_ranks_have_the_cpus_numbers(
 ) -> None:
     cpu, sim, waits = both(two_ranks, ranks, train, run_of(name, folders))
     compare(cpu, sim)
-    if PINS:
+    if PINS and "4 bits" not in name:  # whose first pass makes the table of levels, once in a process
         most = {"update": 1, "log-prob pass": 1}
         if name == "at rest between phases":
             most = {"update": 2, "log-prob pass": 2}  # until all has been sent

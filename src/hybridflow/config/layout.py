@@ -238,6 +238,11 @@ def share_a_pool(trainer: TrainerConfig, role: str, other: str) -> bool:
     return not set(_pools_of(trainer, role)).isdisjoint(_pools_of(trainer, other))
 
 
+def pushes_weights(config: PPOConfig) -> bool:
+    """Return whether the actor's weights travel to other processes: of the rollout, or of a validation."""
+    return config.trainer.val_in_background or not share_a_pool(config.trainer, "rollout", "actor")
+
+
 def lives_alone(trainer: TrainerConfig, role: str) -> bool:
     """Return whether no other role shares a pool with this one; those that are not placed share the first."""
     pools = trainer.resource_pools

@@ -16,7 +16,7 @@ from typing import NamedTuple
 
 from hybridflow.config import PPOConfig
 from hybridflow.config.actor_rollout_ref import RolloutConfig
-from hybridflow.config.layout import ROLE_KEYS, engine_keys, share_a_pool
+from hybridflow.config.layout import ROLE_KEYS, engine_keys, pushes_weights
 from hybridflow.config.megatron import STRATEGIES
 from hybridflow.config.model import NF4_BLOCK, SCALE_BLOCK, FSDPConfig, ModelConfig
 from hybridflow.config.needs import longest_row, rows_per_prompt
@@ -76,7 +76,6 @@ class RoleEngine:
         block = get_value(config, path)
         mini = block.ppo_mini_batch_size
         epochs = getattr(block, "ppo_epochs", 1)
-        sends = config.trainer.val_in_background or not share_a_pool(config.trainer, "rollout", "actor")
         return cls(
             role.replace("_reward", " reward model"),
             layout,
@@ -91,7 +90,9 @@ class RoleEngine:
             epochs=epochs,
             optimizer_steps=math.ceil(config.data.train_batch_size / mini) * epochs,
             strategy=strategy,
-            keeps_sent=role == "actor" and sends and config.actor_rollout_ref.rollout.delta_push,
+            keeps_sent=role == "actor"
+            and pushes_weights(config)
+            and config.actor_rollout_ref.rollout.delta_push,
         )
 
     @property

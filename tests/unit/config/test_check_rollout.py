@@ -6,7 +6,8 @@ import pytest
 from possible_run import problem
 
 from hybridflow.config import PPOConfig
-from hybridflow.config.load import prepare_config
+from hybridflow.config.checks.root import find_notes
+from hybridflow.config.load import load_config, prepare_config
 from hybridflow.config.needs import longest_row
 
 ROLLOUT = "actor_rollout_ref.rollout"
@@ -70,4 +71,6 @@ def test_keys_and_values_may_be_kept_on_a_pool_of_its_own(base: list[str]) -> No
 def test_pushes_of_what_has_changed_are_told_where_no_weights_travel(base: list[str]) -> None:
     keys = [*base, TWO, f"{ROLLOUT}.delta_push=true"]
     assert any("delta_push is not read" in note for note in prepare_config(PPOConfig, keys).notes)
-    assert not any("delta_push" in note for note in prepare_config(PPOConfig, [*keys, *APART]).notes)
+    for more in (APART, ["trainer.val_in_background=true"]):
+        config = load_config(PPOConfig, [*keys, *more]).config
+        assert not any("delta_push" in note for note in find_notes(config, set()))

@@ -133,6 +133,16 @@ def test_experts_stay_whole_beside_slices(tmp_path: Path) -> None:
     assert not any("which are not cut" in problem for problem in model_problems(config))
 
 
+@pytest.mark.usefixtures("installed")
+def test_a_family_that_megatron_core_does_not_train_is_refused_early(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "gemma3_text"}')
+    words = [f"actor_rollout_ref.model.path='{tmp_path}'", "trainer.n_gpus_per_node=2"]
+    (said,) = (each for each in model_problems(resolved(PPOConfig, *words)[0]) if "does not serve" in each)
+    assert said.startswith("actor_rollout_ref.model.path=") and "'gemma3_text'" in said
+    config = load_config(PPOConfig, words).config
+    assert not any("does not serve" in each for each in model_problems(config))
+
+
 def test_pytorch_serves_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hybridflow.config.megatron.find_spec", lambda name: object())
     for kind, key in ((PPOConfig, "actor_rollout_ref.actor.strategy"), (SFTConfig, "engine.strategy")):

@@ -16,7 +16,7 @@ from typing import Any
 
 from hybridflow.config.checks.paths import first_row
 from hybridflow.config.layout import ROLE_KEYS
-from hybridflow.config.megatron import STRATEGIES
+from hybridflow.config.megatron import STRATEGIES, family_refusal
 from hybridflow.config.model import NUMBERS_OF_EXPERTS, TOKENIZER_FILES, FSDPConfig, ModelConfig
 from hybridflow.config.needs import built_models, needs_teacher, reads_text_alone, teacher_reader
 from hybridflow.config.paths import is_remote, is_written_as_path, local
@@ -70,10 +70,13 @@ def _named_teachers(config: PPOConfig | SFTConfig) -> Iterator[tuple[str, ModelC
 
 def _divided(model: ModelConfig, fsdp: FSDPConfig, key: str, *, cores: bool) -> Iterator[str]:
     """Yield one line for too few layers for the stages, and for heads and experts that ranks cannot share;
-    megatron-core (`cores`) keeps experts whole where it cuts the rest of a layer.
+    megatron-core (`cores`) keeps experts whole where it cuts the rest of a layer, and has its own families.
     """
     sizes = _sizes(model)
     where = f"{key}.path={model.path}"
+    refusal = family_refusal(str(sizes["model_type"])) if cores and "model_type" in sizes else None
+    if refusal is not None:
+        yield f"{where}: {refusal}"
     yield from _heads(sizes, fsdp.tensor_parallel_size, "fsdp_config.tensor_parallel_size", key, model)
     layers = sizes.get("num_hidden_layers")
     parts = fsdp.pipeline_parallel_size * fsdp.virtual_pipeline_parallel_size

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from hybridflow.algorithms.catalog import ESTIMATORS, POLICY_LOSSES, EstimatorFacts, LossFacts
 from hybridflow.config.by_source import algorithms_of
 from hybridflow.config.checks.rollout import agent_notes
-from hybridflow.config.layout import share_a_pool
+from hybridflow.config.layout import pushes_weights
 from hybridflow.config.needs import (
     estimator_facts,
     has_validation,
@@ -64,7 +64,7 @@ def _rollout(config: PPOConfig) -> Iterator[str]:
             "the log-probs kept and trained on are those without it, so the policy that samples is not "
             "quite the one that learns"
         )
-    if rollout.delta_push and share_a_pool(config.trainer, "rollout", "actor"):
+    if rollout.delta_push and not pushes_weights(config):
         yield (
             f"{ROLLOUT}.delta_push is not read: the rollout shares the actor's processes, where no weights "
             "travel between them"

@@ -3,8 +3,8 @@
     python tests/e2e/episode_losses.py [--schedule NAME ...]
 
 Each attempt goes on with the episodes that the last one has begun: each call has to be carried out once, and
-be the one that a run in one process without a kill has made; metrics and the last checkpoint have to be
-equal to the bit.
+be the one that a run in one process without a kill has made; in exact mode scores, losses
+and the last checkpoint have to be equal to the bit.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ import sys
 import tempfile
 from pathlib import Path
 
-import losing_world
 from episode_kills import IGNORED, Trial
 from kill_resume import differences
 from ray_runs import OF_EACH_PROCESS, OWN_POOL, under_ray
 from tiny_run import write_inputs
 
+WORLD = Path(__file__).with_name("losing_world.py")
+"""Not imported here, since it changes how the process that imports it reads a model's calls."""
 COLLECTOR = (*OWN_POOL, "trainer.num_collectors=1")
 SCHEDULES = {
     "exact_async": ([(40, "generate"), (140, "train"), (330, "generate")], OWN_POOL),
@@ -42,7 +43,7 @@ def lose(trial: Trial, schedule: str) -> list[str]:
         *layout,
         "trainer.controller=ray",
         f"trainer.max_restarts={len(plan)}",
-        f"actor_rollout_ref.rollout.multi_turn.function_tool_path='{losing_world.__file__}'",
+        f"actor_rollout_ref.rollout.multi_turn.function_tool_path='{WORLD}'",
     )
     done = under_ray(log, [json.dumps(plan), *overrides], module="losing_world").wait()
     killed = re.findall(r"^killed (\w+) \d+$", done.output, re.MULTILINE)

@@ -3,9 +3,9 @@
     python tests/e2e/losing_world.py PLAN key=value …
 
 PLAN is a list as JSON, [[calls, pool], …], each of which happens once, in that order: SIGKILL to a process of
-that pool when so many calls with an effect have been made, for which a line `killed POOL PID` is printed. An
-attempt suffers one. As a file of tools, this module also has the processes of a run read a model of random
-weights as one that calls tools.
+that pool when so many calls with an effect have been made, for which a line `killed POOL PID` is printed.
+Each attempt loses one process. As a file of tools, this module also has the processes of a run read a model
+of random weights as one that calls tools.
 """
 
 from __future__ import annotations

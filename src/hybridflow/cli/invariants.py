@@ -73,15 +73,16 @@ def invariants(options: argparse.Namespace) -> int:
         for outcome in each.outcomes
         if outcome.status == "failed"
     ]
-    raised: dict[str, set[str]] = {}
+    raised: dict[str, list[str]] = {}
     for outcome, source in failures:
-        alike = raised.setdefault(outcome.got, set()) if outcome.wanted == NO_ERROR else set()
+        alike = raised.setdefault(outcome.got, []) if outcome.wanted == NO_ERROR else []
         if not alike:
             console.print(Text(_failure(outcome, source)), soft_wrap=True)
-        alike.add(outcome.property)
+        alike.append(outcome.property)
     for got, names in raised.items():
         if len(names) > 1:
-            console.print(Text(f"{len(names)} properties failed with {got[:SHOWN]}"), soft_wrap=True)
+            text = f"{len(names)} tries, of {len(set(names))} properties, failed with {got[:SHOWN]}"
+            console.print(Text(text), soft_wrap=True)
     counts = {
         status: sum(each.status == status for each in found) for status in ("held", "failed", "not offered")
     }

@@ -228,7 +228,7 @@ def _strategy(key: str, config: PPOConfig | SFTConfig, notes: list[str], role: s
         )
         return {key: "fsdp2"}
     notes.append(f"{key}=megatron: megatron-core trains, with the sizes of its block")
-    # the ranks that its other sizes leave over have copies, as if one shard were of all of them
+    # -1: all ranks that its other sizes leave over are one group, in which megatron-core has copies
     return {key: "megatron", **{f"{block}.fsdp_size": -1 for block in SHARDING[key]}}
 
 

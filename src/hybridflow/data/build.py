@@ -401,7 +401,8 @@ def encode_demonstration(
             raise ValueError("the answer is empty")  # else its end token alone would be learned
         if reader is not None:
             messages, _ = reader.in_parts(messages, prompt.row)
-            check_messages(messages[-1:])  # texts alone are learned
+            if any(part["type"] != "text" for part in messages[-1].get("content") or ()):
+                raise ValueError("the answer has a picture or a video, and texts alone are learned")
         template = ChatTemplate(tokenizer, config.apply_chat_template_kwargs)
         ids, mask = encode_conversation(template, messages)
     start, end = last_answer(mask)

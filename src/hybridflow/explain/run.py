@@ -343,7 +343,7 @@ def _pool_lines(plan: RunPlan, pool: PoolPlan, needs: Mapping[str, Needs]) -> It
     host = sum(part.size for need in needs.values() for part in need.parts if part.on_host)
     if host:
         how = "estimate: what all roles have there"
-        yield Line(f"CPU memory{of}, offloaded", format_bytes(host), how)
+        yield Line(f"CPU memory{of}", format_bytes(host), how)
 
 
 def schedule_lines(config: PPOConfig) -> Iterator[Line]:

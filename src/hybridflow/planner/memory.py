@@ -159,8 +159,11 @@ def engine_needs(engine: RoleEngine, size: ModelSize, *, device: str) -> Needs:
     if not engine.keeps_sent:
         return needs
     ranks = engine.layout.world_size
-    sent = math.ceil(size.whole.trained * size.itemsize / ranks)
-    how = f"{size.whole.trained:,} trained × {size.itemsize} bytes / {ranks} ranks (rollout.delta_push)"
+    trained = size.whole.trained
+    # ranks deal whole tensors among them, of which embeddings are the largest
+    largest = size.vocab_size * size.hidden_size if trained == size.whole.all else 0
+    sent = max(math.ceil(trained / ranks), largest) * size.itemsize
+    how = f"{trained:,} trained × {size.itemsize} bytes / {ranks} ranks, whole tensors (rollout.delta_push)"
     away = is_accelerator(device)
     part = MemoryItem("weights sent last", sent, how, away)
     return needs._replace(parts=[*needs.parts, part], between=needs.between + (0 if away else sent))
@@ -182,14 +185,24 @@ def _computing_needs(engine: RoleEngine, size: ModelSize, device: str) -> Needs:
     trained_bytes = wide if many else size.itemsize
     frozen = own.all - own.trained
     quantized = math.ceil(size.quantized * NF4_BYTES) + size.largest_quantized * DEQUANTIZING_BYTES
-    weights = frozen * size.itemsize + quantized + own.trained * trained_bytes
-    parts = [MemoryItem("weights", weights, _weights_how(size, trained_bytes, share), weights_away)]
+    others = frozen * size.itemsize + own.trained * trained_bytes
+    how = _weights_how(size, trained_bytes, share)
+    parts = []
+    if quantized and live:  # FSDP's own offloading leaves codes where they compute
+        parts.append(MemoryItem("weights in 4 bits", quantized, _codes_how(size)))
+        weights = others
+    else:
+        weights = others + quantized
+        how = f"{_codes_how(size)} + {how}" if quantized else how
+    parts.append(MemoryItem("weights", weights, how, weights_away))
     gathered, at_once, how = _gathered(engine, size) if many else (0, 0, "")
     if gathered:
         parts.append(MemoryItem("weights gathered for a pass", gathered, how))
+    resting = 0 if weights_away else weights
+    if live:
+        resting = quantized
     if not engine.trained:
-        between = 0 if weights_away else weights
-        return Needs(parts, between, fetched=0 if live else weights - between)
+        return Needs(parts, resting, fetched=0 if live else weights - resting)
     trained = f"{size.whole.trained:,} trained"
     masters = 0 if many or size.itemsize >= 4 else 4 * own.trained
     if masters:
@@ -206,9 +219,6 @@ def _computing_needs(engine: RoleEngine, size: ModelSize, device: str) -> Needs:
     parts.append(MemoryItem(label, moments, f"{trained} × {how}{share}", state_away))
     passing, passing_parts = _pass(engine, size, device)
     parts += passing_parts
-    resting = 0 if weights_away else weights
-    if live:  # FSDP's own offloading leaves codes where they compute
-        resting = quantized
     between = resting + (0 if state_away else masters + moments)
     fetched = weights if weights_away and not live else 0
     stepping = moments if state_away and not live else 0
@@ -272,21 +282,22 @@ def _share(layout: ParallelLayout) -> str:
     return share
 
 
+def _codes_how(size: ModelSize) -> str:
+    return (
+        f"{size.quantized:,} frozen × {NF4_BYTES} bytes (nf4) + {size.largest_quantized:,} at work × "
+        f"{DEQUANTIZING_BYTES} bytes"
+    )
+
+
 def _weights_how(size: ModelSize, trained_bytes: int, share: str) -> str:
     trained = size.whole.trained
-    frozen = size.whole.all - trained
-    if size.quantized:
-        return (
-            f"{size.quantized:,} frozen × {NF4_BYTES} bytes (nf4) + {size.largest_quantized:,} at work × "
-            f"{DEQUANTIZING_BYTES} bytes + {size.whole.all - size.quantized:,} others × {size.itemsize} bytes"
-            f"{share}"
-        )
+    frozen = size.whole.all - size.quantized - trained
     if not trained:
         return f"{frozen:,} parameters × {size.itemsize} bytes{share}"
     if not frozen:
         return f"{trained:,} parameters × {trained_bytes} bytes{share}"
     if trained_bytes == size.itemsize:
-        return f"{size.whole.all:,} parameters ({trained:,} trained) × {size.itemsize} bytes{share}"
+        return f"{frozen + trained:,} parameters ({trained:,} trained) × {size.itemsize} bytes{share}"
     return f"({frozen:,} frozen × {size.itemsize} bytes + {trained:,} trained × {trained_bytes} bytes){share}"
 
 

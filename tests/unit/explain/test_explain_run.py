@@ -79,7 +79,7 @@ memory, actor: weights: {4 * W}
 memory, actor: Adam moments: {8 * W}
 memory, KV cache, at most: {256 * 256 * (2 * LAYERS + 1) * KV * HEAD * 4}
 actor micro-batches per mini-batch, at most: 16
-not worker processes|memory, actor: float32 masters|critic|reference|CPU memory, offloaded
+not worker processes|memory, actor: float32 masters|critic|reference|CPU memory
 
 two rows at a time: actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2
 actor micro-batches per mini-batch, at most: 32
@@ -91,7 +91,7 @@ a critic and a reference: trainer.device=cuda algorithm.adv_estimator=gae algori
 device and dtype: cuda, bfloat16 (trainer.device=cuda: memory is estimated for it)
 memory, critic: float32 masters: {4 * (W + HIDDEN + 1)}
 memory, reference: weights: {2 * W}
-not CPU memory, offloaded
+not CPU memory
 
 two dtypes: algorithm.adv_estimator=gae critic.fsdp_config.mixed_precision.param_dtype=bfloat16
 device and dtype: cpu, actor float32, critic bfloat16
@@ -135,10 +135,10 @@ not memory of each process of made, actor
 deltas: trainer.device=cuda trainer.resource_pools={train:[2],made:[1]} trainer.placement={rollout:made} \
 actor_rollout_ref.rollout.delta_push=true
 memory of each process of train, actor: weights sent last: {2 * W // 2}
-CPU memory of each process of train, offloaded: {2 * W // 2}
+CPU memory of each process of train: {2 * W // 2}
 
 deltas that nothing sends: trainer.device=cuda actor_rollout_ref.rollout.delta_push=true
-not memory, actor: weights sent last|CPU memory, offloaded
+not memory, actor: weights sent last|CPU memory
 
 shared tokens: trainer.n_gpus_per_node=4 actor_rollout_ref.actor.ulysses_sequence_parallel_size=2
 actor rows per process and mini-batch, about: 32
@@ -147,20 +147,20 @@ actor is spread over: 4 ranks (shards 4, sequence 2)
 offloaded: trainer.device=cuda actor_rollout_ref.actor.fsdp_config.param_offload=true \
 actor_rollout_ref.actor.fsdp_config.optimizer_offload=true
 memory, actor: weights: {2 * W}
-CPU memory, offloaded: {(2 + 4 + 8) * W}
+CPU memory: {(2 + 4 + 8) * W}
 
 offloaded on a CPU: trainer.device=cpu actor_rollout_ref.actor.fsdp_config.param_offload=true \
 actor_rollout_ref.actor.fsdp_config.optimizer_offload=true
-not CPU memory, offloaded
+not CPU memory
 
 the page's bytes, one device: trainer.device=cuda actor_rollout_ref.actor.use_kl_loss=true \
 actor_rollout_ref.actor.fsdp_config.offload_policy=true actor_rollout_ref.ref.fsdp_config.param_offload=true
-CPU memory, offloaded: {(18 + 2) * W}
+CPU memory: {(18 + 2) * W}
 
 the page's bytes, two devices: trainer.device=cuda actor_rollout_ref.actor.use_kl_loss=true \
 actor_rollout_ref.actor.fsdp_config.offload_policy=true actor_rollout_ref.ref.fsdp_config.param_offload=true \
 trainer.n_gpus_per_node=2
-CPU memory of each process, offloaded: {(16 + 2) * W // 2}
+CPU memory of each process: {(16 + 2) * W // 2}
 
 a mixed rope: +actor_rollout_ref.model.override_config.rope_scaling.type=yarn \
 +actor_rollout_ref.model.override_config.rope_scaling.factor=2

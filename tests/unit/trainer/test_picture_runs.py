@@ -85,7 +85,7 @@ def test_a_student_learns_the_answers_of_the_data_to_pictures_in_messages(
         _, metrics = trainer.step(batch, 1)
     found = metrics.to_floats()
     assert len(batch) == 4 and batch.batch["is_demonstration"].all()
-    assert "1 of 5 rows" in caplog.text and "has a part of type 'image'" in caplog.text
+    assert "1 of 5 rows" in caplog.text and "the answer has a picture" in caplog.text
     assert found["actor/distillation_loss"] > 0 and found["actor/grad_norm"] > 0
 
 

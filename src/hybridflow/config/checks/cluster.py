@@ -92,6 +92,12 @@ def process_reward_layout(config: PPOConfig) -> Iterator[str]:
         layout = _layout(config, "process_reward")
         block = "reward.process_reward_model"
         yield from quantized_problems(block, layout.model, layout.fsdp)
+        width = layout.fsdp.tensor_parallel_size
+        if layout.model.quantization and width > 1:
+            yield (
+                f"{block}.model.quantization={layout.model.quantization} with the actor's "
+                f"tensor_parallel_size={width}: weights in 4 bits are not cut; leave one out"
+            )
         actor = config.actor_rollout_ref.model
         if layout.model.path in (None, actor.path) and layout.model.quantization != actor.quantization:
             yield (
@@ -158,13 +164,15 @@ def validation_layout(config: PPOConfig) -> Iterator[str]:
 
 def validation_port(config: PPOConfig) -> Iterator[str]:
     """Yield one line where the agents of training and those of a validation would listen at one port."""
-    schedule = config.trainer.schedule
+    trainer = config.trainer
     port = config.actor_rollout_ref.rollout.agent.endpoint_port
-    if port and has_validation(config) and schedule not in ("sync", *EXACT_SCHEDULES):
+    validates = has_validation(config) and (trainer.test_freq > 0 or trainer.val_before_train)
+    goes_on = not trainer.val_only and trainer.schedule not in ("sync", *EXACT_SCHEDULES)
+    if port and validates and goes_on:
         yield (
-            f"{ROLLOUT}.agent.endpoint_port={port} with trainer.schedule={schedule} and validation data: "
-            "episodes of training go on during a validation, and the agents of both cannot listen at one "
-            f"port: set {ROLLOUT}.agent.endpoint_port=0"
+            f"{ROLLOUT}.agent.endpoint_port={port} with trainer.schedule={trainer.schedule} and validation "
+            "data: episodes of training go on during a validation, and the agents of both cannot listen at "
+            f"one port: set {ROLLOUT}.agent.endpoint_port=0"
         )
 
 
@@ -249,7 +257,11 @@ def quantized_actor(config: PPOConfig) -> Iterator[str]:
         yield f"{ROLLOUT}.quantization={rollout.quantization} with {why}: leave {ROLLOUT}.quantization out"
     width = rollout.tensor_model_parallel_size
     if width > 1:
-        yield f"{ROLLOUT}.tensor_model_parallel_size={width} with {why}, each all of them: set it to 1"
+        yield (
+            f"{ROLLOUT}.tensor_model_parallel_size={width} with actor_rollout_ref.model.quantization={held}: "
+            "each process of the actor generates with all of the weights in 4 bits, which are not cut: "
+            "set it to 1"
+        )
     if not share_a_pool(config.trainer, "rollout", "actor"):
         yield f"trainer.placement.rollout is another pool than the actor's with {why}: set it to the actor's"
     if config.trainer.val_in_background:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from hybridflow.data.answers.tokens import FUNCTIONS, Token
+from hybridflow.data.answers.tokens import FUNCTIONS, GREEK, Token
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def split_unit(tokens: Sequence[Token]) -> tuple[list[Token], Unit | None]:
 
 def _with_rate(tokens: Sequence[Token]) -> list[Token]:
     """Return the tokens with the letters of a rate at their end as words: h or s behind a unit and a slash,
-    as in km/h, and the m of 10 m/s behind a number without letters; the time may be squared, as in m/s^2.
+    as in km/h, and m and s behind a number without letters, as in 10 m/s; the time may be squared.
     """
     found = list(tokens)
     end = next(
@@ -148,13 +148,18 @@ def _with_rate(tokens: Sequence[Token]) -> list[Token]:
         return found
     above = found[end - 3]
     before = found[: end - 3]
-    is_metre = (
-        above.text == "m" and above.spaced and all(token.kind in ("number", "sign") for token in before)
-    )
+    is_metre = above.text == "m" and above.spaced and found[end - 1].text == "s" and _is_number(before)
     if is_metre or (above.kind == "word" and above.text in _UNITS):
         found[end - 3] = above._replace(kind="word")
         found[end - 1] = found[end - 1]._replace(kind="word")
     return found
+
+
+def _is_number(tokens: Sequence[Token]) -> bool:
+    """Return whether tokens end in a number, a bracket or pi, and have no letters and no words."""
+    last = tokens[-1]
+    has_names = any(token.kind in ("letter", "word") or token.text in GREEK for token in tokens)
+    return not has_names and (last.kind == "number" or last.text in (")", "]", "}", "!", "pi"))
 
 
 def _joined(number: list[Token], unit: Unit) -> tuple[list[Token], Unit]:

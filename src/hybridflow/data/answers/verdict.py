@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from fractions import Fraction
+from itertools import pairwise
 
 from hybridflow.data.answers.equal import fraction_of, letters_of, proportional, same_value, solved_by
 from hybridflow.data.answers.expressions import Constant, Expression, Operation, Variable, negated, parse
@@ -42,8 +43,6 @@ from hybridflow.data.answers.values import step_of
 
 _WHOLE = re.compile(r"[-+]?[0-9]{1,999}")
 _LETTERS = re.compile(r"[A-Za-z]{3,9}")
-_METRES = re.compile(r"[\s,]m\s*/\s*[hs]\b")
-"""A rate whose unit of length is one letter, which may as well be a variable."""
 _ABOUT = re.compile(r"^([\s$]*)(?:\\(?:approx|simeq)(?![A-Za-z])|≈)")
 r"""What may stand before a number that is rounded: \approx 3.5."""
 _STATEMENTS = frozenset({"forall", "exists", "nexists", "neg", "to", "implies", "iff", "pmod", "notin"})
@@ -146,7 +145,7 @@ def _forms(text: str) -> list[Form]:
         try:
             tokens = tokens_of(text, SHORT_UNITS, thousands=thousands)
             forms.append(read(tokens))
-            if _METRES.search(text):
+            if any(a.text == "m" and a.spaced and b.text == "/" for a, b in pairwise(tokens)):
                 product = [each._replace(spaced=each.spaced and each.text != "m") for each in tokens]
                 forms.append(read(product))
         except UnreadableExpression:

@@ -282,8 +282,9 @@ def _trainer(
             state.validation_due &= not has_validation_of(run.folder.path, state.step)
         beside = None
         in_background = config.trainer.val_in_background
-        if validator is not None and (in_background or isinstance(source, ContinuousSource)):
-            # episodes of training go on meanwhile, and one event loop at a time may use agents
+        plays_on = isinstance(source, ContinuousSource) and collectors is None
+        if validator is not None and (in_background or plays_on):
+            # this process plays episodes of training meanwhile, and one event loop at a time may use agents
             own = stack.enter_context(closing(Agents(config, tokenizer, data.agent_names)))
             validator.pipeline = RolloutPipeline(rewards, tokenizer, config, own, needs, traces)
         if validator is not None and in_background:

@@ -6,6 +6,7 @@ import pytest
 from possible_run import problem
 
 from hybridflow.config import PPOConfig
+from hybridflow.config.checks.cluster import validation_port
 from hybridflow.config.checks.root import find_notes
 from hybridflow.config.load import load_config, prepare_config
 from hybridflow.config.needs import longest_row
@@ -74,3 +75,17 @@ def test_pushes_of_what_has_changed_are_told_where_no_weights_travel(base: list[
     for more in (APART, ["trainer.val_in_background=true"]):
         config = load_config(PPOConfig, [*keys, *more]).config
         assert not any("delta_push" in note for note in find_notes(config, set()))
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["trainer.test_freq=-1", "trainer.val_before_train=false"],
+        ["trainer.val_only=true"],
+        ["trainer.schedule=exact_async"],
+    ],
+)
+def test_a_port_of_agents_is_theirs_alone_where_no_validation_runs_beside_training(more: list[str]) -> None:
+    keys = [f"{ROLLOUT}.agent.endpoint_port=9", "data.val_files=v.parquet", "trainer.schedule=fully_async"]
+    assert list(validation_port(load_config(PPOConfig, keys).config))
+    assert not list(validation_port(load_config(PPOConfig, [*keys, *more]).config))

@@ -145,6 +145,21 @@ def test_a_base_in_4_bits_is_whole_on_each_rank(two_ranks: Ranks, tmp_path: Path
             assert one == pytest.approx(wanted, rel=bound)
 
 
+def test_codes_stay_on_the_device_where_fsdp_offloads_the_rest(tmp_path: Path) -> None:
+    folder = create_tiny_model(tmp_path, **SIZES)
+    model = ModelConfig(path=str(folder), lora_rank=4, quantization="nf4")
+    fsdp = replace(Run(str(folder)).fsdp, offload_policy=True)
+    size = load_shape(str(folder)).size(lora_rank=4, itemsize=2, quantized=True)
+    engine = RoleEngine("actor", ParallelLayout(dp_shard=2), fsdp, model, True, 1, TOKENS, TOKENS)
+    needs = engine_needs(engine, size, device="cuda")
+    parts = {part.label: part for part in needs.parts}
+    assert parts["weights"].on_host and not parts["weights in 4 bits"].on_host
+    assert needs.between == parts["weights in 4 bits"].size > size.quantized // 2
+    away = replace(fsdp, offload_policy=False, param_offload=True)
+    whole = {part.label: part for part in engine_needs(replace(engine, fsdp=away), size, device="cuda").parts}
+    assert whole["weights"].size == parts["weights"].size + parts["weights in 4 bits"].size
+
+
 def test_a_layer_keeps_the_states_of_its_experts(run: Run) -> None:
     """What the feed-forward part of a layer keeps of a token for its gradient is about what was planned."""
     size = load_shape(run.folder).size(itemsize=4)
